@@ -149,9 +149,6 @@ class Settings(BaseSettings):
     shed_late: bool = Field(
         False, description="Fail jobs with `DeadlineExceeded` that cannot make their deadline."
     )
-    prefetch_batches: PositiveInt = Field(
-        2, description="Batches of each task that a device holds ahead of short ones; else one."
-    )
     device_start_timeout_s: PositiveFloat = Field(
         600, description="How long a device may take to load and warm up its models."
     )
@@ -170,9 +167,6 @@ class Settings(BaseSettings):
         None,
         description="Main memory of a device's process above which it gets a fresh one; no"
         " limit if unset. It must be more than the models hold.",
-    )
-    completion_threads: PositiveInt = Field(
-        2, le=64, description="Threads of a device for Celery's tracer, and hooks after a job."
     )
     memory_fraction: PositiveFloat = Field(
         1.0, le=1, description="Share of a CUDA device's memory that is used."
@@ -284,6 +278,15 @@ class Settings(BaseSettings):
             raise SettingsError(_explain(error, found, keywords)) from None
 
 
+_TABLES: tuple[type[BaseModel], ...] = (
+    *(Settings, ModelSettings, PriorityClass),
+    *(GatewaySettings, KeySettings, MetricsSettings),
+)
+
+#: Names of the settings of all tables.
+_ALL_NAMES = {name for table in _TABLES for name in table.model_fields}
+
+
 def settings_file() -> Path:
     """The file with settings, which need not exist."""
     return Path(os.environ.get(FILE_VARIABLE) or TOML_FILE).expanduser()
@@ -305,12 +308,10 @@ def read_secret(variable: str) -> str:
 def _refuse_missing_file() -> None:
     """A file that is named and missing, or is a folder, would be ignored silently."""
     path = settings_file()
-    if path.exists() and not path.is_file():
-        raise SettingsError(f"{path}: it is no file; make it one with settings, or remove it")
-    if os.environ.get(FILE_VARIABLE) and not path.is_file():
+    if not path.is_file() and (path.exists() or os.environ.get(FILE_VARIABLE)):
         raise SettingsError(
-            f"environment variable {FILE_VARIABLE}: there is no file {str(path)!r};"
-            " name an existing one, or unset the variable"
+            f"{path}: there is no such file; make one with settings, remove what is in its place,"
+            f" or unset {FILE_VARIABLE}"
         )
 
 
@@ -343,27 +344,13 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
         source = str(settings_file())
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        problem = "no such setting" + nearest_name(path[-1], _names_beside(path))
+        problem = "no such setting" + nearest_name(path[-1], _ALL_NAMES)
     # A URL may hold a password.
     is_shown = first["type"] not in ("missing", "extra_forbidden") and "@" not in str(
         first["input"]
     )
     given = f" = {first['input']!r}" if is_shown else ""
     return f"setting {'.'.join(path)}{given} (from {source}): {problem}"
-
-
-def _names_beside(path: Sequence[str]) -> Iterable[str]:
-    """Names of the settings that are valid where an unknown one stands."""
-    tables: dict[tuple[str, int], type[BaseModel]] = {
-        (path[0], 1): Settings,
-        ("models", 3): ModelSettings,
-        ("classes", 3): PriorityClass,
-        ("gateway", 2): GatewaySettings,
-        ("gateway", 4): KeySettings,
-        ("metrics", 2): MetricsSettings,
-    }
-    table = tables.get((path[0], len(path)))
-    return table.model_fields if table else ()
 
 
 def _has(values: Any, path: Sequence[str]) -> bool:

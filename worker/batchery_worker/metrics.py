@@ -18,7 +18,7 @@ from batchery.protocol.figures import (
     TextFigures,
     report,
 )
-from batchery.tracing import TracedBatch, TracedJob, current_tracing
+from batchery.tracing import TracedJob, current_tracing
 from batchery_worker.batch import DeviceBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -153,6 +153,6 @@ def trace_batch(batch: DeviceBatch) -> None:
     ]
     duration_s = monotonic() - batch.formed_s
     try:
-        tracing.batch(TracedBatch(batch.work.task, traced, duration_s, batch.info))
+        tracing.batch(batch.work.task, traced, duration_s, batch.info)
     except Exception:
         logger.exception("a batch of %s cannot be traced", batch.work.task)

@@ -13,6 +13,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
+from batchery_worker.batching.batch_times import AHEAD_BATCHES
 from batchery_worker.device_pool.startup import choose_devices, find_places
 from batchery_worker.ipc.messages import JobsSetup
 
@@ -254,7 +255,7 @@ def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> i
     Every task may have its waiting batches on every device, whichever queue they come from. What
     runs in slots has no waiting ones.
     """
-    batches = devices * (1 + settings.prefetch_batches)
+    batches = devices * (1 + AHEAD_BATCHES)
     return sum(
         task.slots * devices
         if task.slots

@@ -22,7 +22,7 @@ from batchery.task import BatchTask
 from batchery.transport.dead_letters import find_queue
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.batch import DeviceBatch
-from batchery_worker.batching.batch_times import BatchTimes
+from batchery_worker.batching.batch_times import AHEAD_BATCHES, BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility, piece_context
 from batchery_worker.commit.listeners import Listeners, Stacks
@@ -42,6 +42,9 @@ logger = logging.getLogger("batchery.pool")
 
 #: How long listeners may hold up the device before the log says so, in seconds.
 MAX_HELD_UP_S = 1.0
+
+#: Threads of a device for Celery's tracer, and for hooks after a job.
+COMPLETION_THREADS = 2
 
 #: How much later than it could be known a job is found to be too late, in seconds; then those are
 #: found with it that come next.
@@ -108,7 +111,7 @@ class Dispatcher:
         self._metrics = Metrics()
         self._in_flight = InFlight()
         shared = self._metrics, self._in_flight, self._listeners, call_soon
-        self._settlement = Settlement(app, settings.completion_threads, *shared)
+        self._settlement = Settlement(app, COMPLETION_THREADS, *shared)
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         limits = settings.device_max_jobs, settings.device_max_memory_bytes
         self._recycling = RecyclingLimits(*limits) if any(limits) else None
@@ -205,7 +208,7 @@ class Dispatcher:
             batches = held.free_slots or self._count_turns(name)
         elif self._wants_batch(monotonic()) or self._wants_urgent(name):
             is_ahead = held.in_turn and self._times.are_short(sizes)
-            batches = 1 + self._settings.prefetch_batches * bool(is_ahead)
+            batches = 1 + AHEAD_BATCHES * bool(is_ahead)
         else:
             return 0
         count = self._scheduler.count
