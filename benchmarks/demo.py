@@ -6,6 +6,7 @@ same texts go through the same worker twice, in batches and one by one; batches 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -152,11 +153,11 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(highlight=False)
     console.print("Starting Redis, a worker with MiniLM, and Flower ...")
-    environment = {"BATCHERY_MODELS": json.dumps(MODELS)}
+    os.environ["BATCHERY_MODELS"] = json.dumps(MODELS)
     with (
         one_line_errors(),
         tempfile.TemporaryDirectory(prefix="batchery-demo-") as folder,
-        Stack(environment=environment) as stack,
+        Stack() as stack,
     ):
         won = demo(console, Path(folder), stack, paragraphs()[: options.limit])
         if stack.flower_url:

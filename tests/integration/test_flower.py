@@ -17,13 +17,15 @@ JOBS = 300
 
 @pytest.fixture(scope="module")
 def stack(redis_url: str) -> Iterator[Stack]:
-    environment = {"PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
-    stack = Stack("apps.shop", redis_url=redis_url, flower_port=0, environment=environment)
+    stack = Stack("apps.shop", redis_url=redis_url, flower_port=0)
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with stack:
-        # Once it has had an event of the worker, it misses none.
-        wait_for(lambda: stack.worker_name in str(ask(stack, "/workers?json=1")), "the worker")
-        yield stack
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        patch.setenv("PYTHONWARNINGS", "ignore")
+        with stack:
+            # Once it has had an event of the worker, it misses none.
+            wait_for(lambda: stack.worker_name in json.dumps(ask(stack, "/workers?json=1")), "it")
+            yield stack
 
 
 def ask(stack: Stack, path: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ That is checked before anything is started or sent: a wrong URL costs one line.
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,21 +30,8 @@ DEFAULT_APP = "batchery.app"
 TIMEOUT_S = 5.0
 
 
-class FiniteRange(click.FloatRange):
-    """A range that has neither infinity nor what is not a number."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """The number."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is no number that has an end.", param, ctx)
-        return number
-
-
 #: What an option may be that is a time in seconds: up to thirty years, which all clocks can add.
-SECONDS = FiniteRange(0, 10**9, min_open=True)
+SECONDS = click.FloatRange(0, 10**9, min_open=True)
 
 
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 import signal
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
@@ -37,11 +36,6 @@ _printing = threading.Lock()
 @click.option("-A", "--app", default=DEFAULT_APP, help="The Celery app.")
 @click.option("--redis", "redis_url", metavar="URL", help="A Redis of yours, not a private one.")
 @click.option(
-    "--data",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Keep the private Redis's data in this directory.",
-)
-@click.option(
     "--flower-port", type=click.IntRange(0, 65535), default=5555, help="On 127.0.0.1; 0 is any."
 )
 @click.option("--no-flower", is_flag=True, help="Run without Flower.")
@@ -51,7 +45,6 @@ def up(
     worker_options: Sequence[str],
     app: str,
     redis_url: str | None,
-    data: Path | None,
     flower_port: int,
     no_flower: bool,
     no_gateway: bool,
@@ -63,17 +56,14 @@ def up(
     such as -Q and -c. What to export for other commands is printed once all are ready. Ctrl-C stops
     all in order; a second Ctrl-C kills.
     """
-    if redis_url and data:
-        raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
     settings = Settings.load()
     if app == DEFAULT_APP and not settings.models:
         raise SettingsError(NO_MODELS)
-    if not data and "redis_url" in settings.model_fields_set:
+    if "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
     stack = Stack(
         app,
         redis_url=redis_url or "",
-        data=data,
         flower=not no_flower,
         flower_port=flower_port,
         gateway=not no_gateway,

@@ -63,13 +63,11 @@ class Stack:
         app: The Celery app, as for `celery -A`.
         redis_url: A Redis that runs already; empty for a private one, whose URL it is from its
             start on, with its password.
-        data: Where the private one keeps its data; None if its end may lose them.
         flower: Whether Flower runs, if it is installed.
         flower_port: Its port on 127.0.0.1; if somebody listens there, it gets a free one.
         gateway: Whether the HTTP gateway runs, if it is installed: at the address of the settings,
             and if somebody listens there, at a free port.
         worker_arguments: Further arguments of `celery worker`.
-        environment: More environment variables for all but Redis, such as settings.
         on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log, from
             threads.
         start_timeout_s: How long all but Redis may take to be ready, in seconds.
@@ -82,12 +80,10 @@ class Stack:
     app: str = DEFAULT_APP
     _: KW_ONLY
     redis_url: str = ""
-    data: Path | None = None
     flower: bool = True
     flower_port: int = 5555
     gateway: bool = False
     worker_arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[str, str], None] = lambda _name, _line: None
     start_timeout_s: float = START_TIMEOUT_S
     flower_url: str | None = field(default=None, init=False)
@@ -141,14 +137,13 @@ class Stack:
 
         A `KeyboardInterrupt` meanwhile kills them all at once, and is raised again.
         """
+        # Without its Redis a worker would wait for it.
         redis = self.processes.get("redis")
         is_orderly = self._is_ready and (redis is None or redis.poll() is None)
-        self._is_ready = False
         try:
             for name in STOP_ORDER:
                 if name in self.processes:
-                    has_limit = name == "redis" or not is_orderly
-                    self.processes[name].stop(GRACE_S if has_limit else None)
+                    self.processes[name].stop(None if is_orderly and name != "redis" else GRACE_S)
         except BaseException:
             for process in self.processes.values():
                 process.kill()
@@ -164,7 +159,7 @@ class Stack:
         if self.redis_url:
             check_redis(self.redis_url)
             return
-        redis = EmbeddedRedis(self.data, on_line=partial(self.on_line, "redis")).start()
+        redis = EmbeddedRedis(on_line=partial(self.on_line, "redis")).start()
         assert redis.process is not None
         self.processes["redis"], self.redis_url = redis.process, redis.url
 
@@ -180,7 +175,7 @@ class Stack:
         settings = Settings.load().gateway
         host, port = settings.host, free_port(settings.host, settings.port)
         variables, folder = {}, None
-        if "files" not in settings.model_fields_set and not self.data and "redis" in self.processes:
+        if "files" not in settings.model_fields_set and "redis" in self.processes:
             # What a private Redis knows of them goes with it.
             folder = Path(tempfile.mkdtemp(prefix="batchery-files-"))
             variables = {"BATCHERY_GATEWAY__FILES": str(folder)}
@@ -213,7 +208,6 @@ class Stack:
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 **(variables or {}),
-                **self.environment,
                 **dict.fromkeys((*BROKERS, backend), self.redis_url),
             },
             remove=remove,

@@ -189,7 +189,7 @@ def test_job_without_a_time_of_sending_ages_as_long_as_it_is_next() -> None:
     assert age(b"2") == 0
 
 
-@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("seconds", ["inf", "-1"])
 def test_a_look_takes_a_time_that_has_an_end(seconds: str) -> None:
     result = CliRunner().invoke(stats.stats, ["--timeout", seconds])
     assert (result.exit_code, "Invalid value for '--timeout'" in result.output) == (2, True)
