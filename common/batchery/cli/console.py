@@ -19,7 +19,6 @@ AWAY = (OperationalError, RedisError, OSError)
 
 #: How a figure ends -> by what it is multiplied, and the unit behind it.
 UNITS = {
-    "_per_s": (1, "/s"),
     "_ms": (1, " ms"),
     "_us": (1, " µs"),
     "_s": (1, " s"),

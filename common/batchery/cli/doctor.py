@@ -255,7 +255,7 @@ def find_no_worker(on: Deployment) -> Iterator[str]:
 )
 def find_silent(on: Deployment) -> Iterator[str]:
     """Workers that live, by what Redis knows, and give no figures."""
-    for worker, why in on.survey.problems(None).items():
+    for worker, why in on.survey.problems().items():
         yield f"{worker}: {why}"
 
 

@@ -64,7 +64,7 @@ NO_ANSWER = "no worker answers; start one, or wait until it has loaded its model
 @click.command()
 @app_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
-@timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
+@timeout_option(PATIENCE_S, "How long to wait for a worker that lives and does not answer.")
 @click.pass_context
 def stats(
     context: click.Context,
@@ -76,10 +76,10 @@ def stats(
 ) -> None:
     """Show what workers do and serve, and what waits in queues.
 
-    It looks twice: rates are those between the two. Redis knows which workers live. A look ends
-    when all of them have answered, which may take a while on a busy machine. Queue depths come from
-    the broker, for the queues of the app and those that workers consume, and for all others with
-    jobs, as one may be misspelt. docs/observe.md explains every figure.
+    Redis knows which workers live. The command ends when all of them have answered, which may take
+    a while on a busy machine. Queue depths come from the broker, for the queues of the app and
+    those that workers consume, and for all others with jobs, as one may be misspelt.
+    docs/observe.md explains every figure.
 
     \b
     Exit codes:
@@ -96,14 +96,13 @@ def stats(
 
 
 def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
-    """Looks twice, and shows the second look, as tables or as JSON; returns the exit code."""
+    """Shows a survey, as tables or as JSON; returns the exit code."""
     check_broker(app)
     queues = app_queues(app)
-    before = look(app, queues, timeout_s)
     with broker_errors():
-        queues |= set(StrayQueues(app).look(before.queues, ALL_CALLS))
+        queues |= set(StrayQueues(app).look(queues, ALL_CALLS))
     now = look(app, queues, timeout_s)
-    click.echo(json.dumps(now.report(before)) if as_json else render(draw(now, before)))
+    click.echo(json.dumps(now.report()) if as_json else render(draw(now)))
     return 0 if now.figures else NO_WORKER
 
 
@@ -139,12 +138,10 @@ def list_served(found: Registered) -> list[dict[str, Any]]:
 # Tables
 
 
-def draw(now: Survey, before: Survey | None = None) -> RenderableType:
-    """Draws a survey; the one before gives the rates, and the workers that no longer answer."""
-    parts: list[RenderableType] = [
-        draw_worker(name, figures, now.rates(name, before)) for name, figures in now.figures.items()
-    ]
-    parts += [Text(f"{name}: {why}", "red") for name, why in now.problems(before).items()]
+def draw(now: Survey) -> RenderableType:
+    """Draws a survey."""
+    parts: list[RenderableType] = [draw_worker(*each) for each in now.figures.items()]
+    parts += [Text(f"{name}: {why}", "red") for name, why in now.problems().items()]
     if not now.workers:
         parts.append(Text(f"{NO_ANSWER}: celery -A APP worker"))
     waiting = [
@@ -175,9 +172,7 @@ def _draw_table(
     return table if rows else Group()
 
 
-def draw_worker(
-    name: str, figures: WorkerFigures, rates: Mapping[str, float] | None
-) -> RenderableType:
+def draw_worker(name: str, figures: WorkerFigures) -> RenderableType:
     """The figures of one worker, a row each, by the names that they have in JSON."""
     done, rows = figures.batches, dict[str, str]()
     for device, state in figures.devices.items():
@@ -186,7 +181,6 @@ def draw_worker(
     rows |= {
         "queues": ", ".join(figures.queues),
         "waiting here": describe(figures, ("waiting", "oldest_waiting_s"), NONE),
-        "now": describe(rates, tuple(rates or ()), NONE),
         "done": describe(done, DONE, NONE),
         "a batch took": describe(done, TIMES, NONE),
         **{f"batch of {task}": describe(costs, COSTS) for task, costs in figures.costs.items()},

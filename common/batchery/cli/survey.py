@@ -32,9 +32,6 @@ PATIENCE_S = 15.0
 #: How long all others are awaited, in seconds: nobody knows how many there are.
 DISCOVERY_S = 1.0
 
-#: Figures whose growth per second two surveys give.
-RATES = ("jobs", "items", "batches", "failed_jobs")
-
 #: A task in the answer to `celery inspect registered FIELD ...`: `name [field=value field=value]`.
 ANSWER = re.compile(r"(?P<name>\S+)(?: \[(?P<fields>.*)\])?")
 
@@ -105,7 +102,7 @@ class Survey:
         none_s = None if self.queues.get(queue) else 0.0
         return max((each for each in ages_s if each is not None), default=none_s)
 
-    def problems(self, before: "Survey | None") -> dict[str, str]:
+    def problems(self, before: "Survey | None" = None) -> dict[str, str]:
         """Why there are no figures of a worker, by its name: first of those that answered."""
         gone = sorted(set(before.workers) - set(self.workers)) if before is not None else []
         return {
@@ -125,26 +122,10 @@ class Survey:
             return None
         return now.since(before.figures.get(worker))
 
-    def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
-        """Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on.
-
-        Returns:
-            None where `since` has none.
-        """
-        gained = self.since(worker, before)
-        if gained is None:
-            return None
-        counts = {name: getattr(gained.batches, name) for name in RATES}
-        return {f"{name}_per_s": round(n / gained.clock_s, 3) for name, n in counts.items()}
-
-    def report(self, before: "Survey | None" = None) -> dict[str, Any]:
-        """The survey for JSON: `workers`, each with its `rates`; and what is in Redis."""
-        rates = {name: {"rates": self.rates(name, before)} for name in self.figures}
+    def report(self) -> dict[str, Any]:
+        """The survey for JSON."""
         return {
-            "workers": {
-                name: {**answer, **rates.get(name, {})}
-                for name, answer in sorted(self.workers.items())
-            },
+            "workers": dict(sorted(self.workers.items())),
             "queues": {**self.queues},
             "unserved": sorted(self.unserved),
             "dead_letters": self.dead_letters,
@@ -424,8 +405,6 @@ def _count_messages(connection: Any, name: str) -> int:
     channel: Any = connection.channel()
     try:
         with channel:
-            if isinstance(channel, kombu_redis.Channel):
-                return int(channel._size(name))
             # Declared passively, it is not created; every broker answers with its length.
             return int(channel.queue_declare(queue=name, passive=True).message_count)
     except connection.channel_errors as error:

@@ -21,6 +21,9 @@ GIVEN_UP = "given up"
 #: Digits of what is reported behind the point.
 DIGITS = 3
 
+#: Upper bounds of the batch sizes that are counted apart.
+SIZE_BOUNDS = (*(float(1 << power) for power in range(11)), float("inf"))
+
 #: Upper bounds of the waits that are counted apart, in seconds.
 WAIT_BOUNDS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0),
@@ -180,8 +183,8 @@ class TaskFigures(BatchSums):
 
     #: Number of jobs that ended, by how: `succeeded`, `failed`, `shed` or `fenced`.
     outcomes: Counter[str] = field(default_factory=Counter)
-    #: As `BatchFigures.batch_sizes`.
-    batch_sizes: Counter[str] = field(default_factory=Counter)
+    #: Number of batches by their number of items: by the least of `SIZE_BOUNDS` that is not below.
+    batch_sizes: Counter[float] = field(default_factory=Counter)
     #: Number of jobs by how long they waited from being sent until their batch left: by the least
     #: of `WAIT_BOUNDS_S` that is not below it.
     waits: Counter[float] = field(default_factory=Counter)
@@ -212,8 +215,6 @@ class BatchFigures(BatchSums):
     #: Between the stages of a batch on its device.
     queued_ms: float = 0.0
     commit_ms: float = 0.0
-    #: Number of batches by their number of items, rounded up to a power of two: `<=64`.
-    batch_sizes: Counter[str] = field(default_factory=Counter)
     #: Number of jobs that Celery's tracer completed, by reason.
     tracer_jobs: Counter[str] = field(default_factory=Counter)
     #: Counts of the caches, by task.

@@ -20,7 +20,7 @@ from batchery.errors import StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.protocol.figures import BatchFigures, HealthFigures, WorkerFigures, read_figures
-from batchery.settings import MetricsSettings, Settings
+from batchery.settings import Settings
 from batchery.transport.membership import BEATS_PER_EXPIRY
 from batchery_worker.device_pool.process import State
 from batchery_worker.remote_control import collect_figures
@@ -90,20 +90,6 @@ class WorkerWatch:
         not_live, not_ready = self.judge()
         return HealthFigures(not not_live, not not_ready, self._started_at_s)
 
-    def open_port(self, settings: MetricsSettings) -> "Port":
-        """The worker's port, which is to be started.
-
-        Raises:
-            StartError: The address is taken, or the extra `metrics` is not installed.
-        """
-        from batchery.operations.port import Port
-
-        return Port(
-            *(settings.host, settings.port or 0, self.collect),
-            lambda: self.judge()[0],
-            lambda: self.judge()[1],
-        )
-
     def collect(self) -> "Iterator[Metric]":
         """The worker's metrics; from any thread but that of the event loop."""
         # Imported here, as only those who have the extra `metrics` come here.
@@ -114,8 +100,7 @@ class WorkerWatch:
             figures = read_figures(collect_figures(self._worker.consumer) or {})
         if figures is None:
             # The devices load their models, or there are none.
-            figures = WorkerFigures({}, BatchFigures(), monotonic())
-        figures.health = self.check_health()
+            figures = WorkerFigures({}, BatchFigures(), monotonic(), health=self.check_health())
         workers = {str(self._worker.hostname): figures}
         yield from collect_sums(figures.batches)
         yield from collect_workers(workers)
@@ -130,16 +115,24 @@ class WatchStep(_Step):  # type: ignore[misc]
 
     requires = ("batchery_worker.bootstep:BatchStep",)
 
+    _port: "Port | None" = None
+
     def create(self, parent: Any) -> None:
         """Called by Celery with its `WorkController`; a port that is taken ends the worker."""
         settings = get_installation(parent.app).settings
         self._watch = parent.watch = WorkerWatch(parent, settings)
-        self._port: Port | None = None
         # The gateway's own worker has the settings of others, and would take their port.
         is_gateways = set(parent.app.amqp.queues.consume_from) == {JOBS_QUEUE}
         if settings.metrics.port is not None and not is_gateways:
             try:
-                self._port = self._watch.open_port(settings.metrics)
+                # It needs the extra `metrics`.
+                from batchery.operations.port import Port
+
+                self._port = Port(
+                    *(settings.metrics.host, settings.metrics.port, self._watch.collect),
+                    lambda: self._watch.judge()[0],
+                    lambda: self._watch.judge()[1],
+                )
             except StartError as error:
                 logger.critical("%s", error)
                 raise SystemExit(error.exit_code) from None

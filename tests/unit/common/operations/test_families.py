@@ -55,7 +55,7 @@ def make_batches(jobs: int = 10) -> BatchFigures:
         tokens=90,
         computed_tokens=100,
         outcomes=Counter(succeeded=jobs, failed=1),
-        batch_sizes=Counter({"<=8": 1, "<=2048": 1}),
+        batch_sizes=Counter({8.0: 1, float("inf"): 1}),
         waits=Counter({0.1: jobs - 1, float("inf"): 1}),
         waited_s=2000.5,
     )
