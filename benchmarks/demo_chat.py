@@ -193,7 +193,7 @@ def main() -> None:
         }
         console.print("Starting Redis and a worker with both models ...")
         os.environ["BATCHERY_MODELS"] = json.dumps(models)
-        with Stack(flower=False) as stack:
+        with Stack() as stack:
             answered = demo(console, stack, options)
             if not options.keep:
                 console.print("`make demo-chat KEEP=1` answers your own questions.")
