@@ -18,7 +18,6 @@ import psutil
 import pytest
 from celery import Celery
 
-from batchery.errors import StartError
 from batchery_worker.devstack.stack import Stack
 from support.harness import ask, open_redis, wait_ended, wait_for
 from support.patience import patient
@@ -398,11 +397,3 @@ def test_gateway_beyond_loopback_without_keys_is_named(start_up: StartUp) -> Non
     assert up.ended() == 1
     assert "batchery: error: gateway ended with exit code 2: " in up.log
     assert "is open to the network, and there are no API keys" in up.log
-
-
-@pytest.mark.usefixtures("app_path")
-def test_a_worker_that_takes_too_long_is_stopped(redis_url: str) -> None:
-    stack = Stack("shop", redis_url=redis_url, start_timeout_s=0)
-    with pytest.raises(StartError, match="worker was not ready after 0 s"):
-        stack.start()
-    assert not psutil.pid_exists(stack.processes["worker"].pid)

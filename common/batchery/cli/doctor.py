@@ -14,7 +14,6 @@ from typing import Any
 import click
 import redis
 from celery import Celery
-from celery.backends.base import DisabledBackend
 from rich import box
 from rich.table import Table
 
@@ -24,7 +23,6 @@ from batchery.cli.app import (
     check_broker,
     load_app,
     timeout_option,
-    url_errors,
 )
 from batchery.cli.console import AWAY, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
@@ -166,24 +164,6 @@ def find_no_install(on: Deployment) -> Iterator[str]:
     """Batch tasks in an app without `batchery.install`."""
     if on.batch_tasks and on.installation is None:
         yield f"{counted(len(on.batch_tasks), 'batch task')}, and install was not called"
-
-
-@check(
-    *("results-missing", "warning", "callers who wait for a result wait for ever"),
-    "app.conf.result_backend = app.conf.broker_url",
-)
-def find_missing_results(on: Deployment) -> Iterator[str]:
-    """Batch tasks whose results are ignored, or have no backend."""
-    try:
-        with url_errors("result_backend"):
-            backend = on.app.backend
-    except SettingsError as error:
-        yield str(error)
-        return
-    if on.batch_tasks and isinstance(backend, DisabledBackend):
-        yield "the app has no result backend"
-    elif ignored := [task.name for task in on.batch_tasks if task.ignore_result]:
-        yield f"results of {', '.join(ignored)} are ignored"
 
 
 # Redis

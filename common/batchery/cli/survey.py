@@ -230,8 +230,9 @@ def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set
             may be no Redis, or a worker has just begun.
         registered: By id.
     """
-    live = [each for each in registered.values() if not each.is_dead]
-    live = [each for each in live if each.queues != {JOBS_QUEUE}]
+    live = [
+        each for each in registered.values() if not each.is_dead and each.queues != {JOBS_QUEUE}
+    ]
     names = {each.name for each in live if each.name is not None}
     if len(names) < len(live) or app.connection_for_read().transport.driver_type != "redis":
         tasks = registered_tasks(app, ["is_installed"], DISCOVERY_S)

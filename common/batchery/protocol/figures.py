@@ -256,7 +256,7 @@ class LearnedCosts:
 
 @dataclass(slots=True)
 class ModelSnapshot:
-    """A model on a device; costs are None until they are learned."""
+    """A model on a device, by what somebody reads; costs are 0 until they are learned."""
 
     max_batch_tokens: int = 0
     chosen_by: str = ""
@@ -270,14 +270,8 @@ class ModelSnapshot:
     step_ms: float | None = None
     #: Floating-point operations on tokens that carried something; 0 where nobody counts them.
     flops: float = 0.0
-    peak_bytes: int | None = None
     token_us: float = 0.0
-    item_us: float = 0.0
     pass_ms: float = 0.0
-    #: Items that fill a pass; None if there is no such number.
-    useful_items: int | None = None
-    #: Number of batches from which the costs were learned; None before.
-    fitted_batches: int | None = None
     #: Its name for what it has loaded; empty if it has none.
     version: str = ""
     #: `loaded`, or `not loaded`. Older workers load all at their start.
@@ -289,8 +283,6 @@ class ModelSnapshot:
     #: How often it was loaded or taken back, and how long the last load took.
     loads: int = 0
     load_s: float | None = None
-    #: When a batch used it last, in Unix seconds; None if that was before its last load.
-    used_at_s: float | None = None
 
 
 @dataclass(slots=True)

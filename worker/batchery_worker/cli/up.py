@@ -14,9 +14,6 @@ from batchery_worker.devstack.stack import Stack
 #: Colours of the prefixes.
 COLOURS = {"redis": "red", "worker": "green", "gateway": "blue", "up": "white"}
 
-#: How much longer than a device all may take to be ready, in seconds.
-START_MARGIN_S = 60.0
-
 NO_MODELS = """\
 no models configured: write a file batchery.toml here, such as
 
@@ -60,7 +57,6 @@ def up(
         gateway=not no_gateway,
         worker_arguments=["--loglevel=INFO", *worker_options],
         on_line=print_line,
-        start_timeout_s=settings.device_start_timeout_s + START_MARGIN_S,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with stack:

@@ -13,13 +13,13 @@ from typing import Self
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
-#: How long redis-server may take to start, in seconds, without the time to read its data.
+#: How long redis-server may take to start, in seconds, and to read its data.
 START_TIMEOUT_S = 30.0
 
 #: How long one answer of the starting server may take, in seconds; then we check that it lives.
@@ -174,9 +174,7 @@ def _answers(process: GuardedProcess, url: str) -> bool:
             try:
                 client.ping()
                 return True
-            except BusyLoadingError:
-                deadline_s = time.monotonic() + START_TIMEOUT_S
-            except RedisError:
+            except RedisError:  # It may also be reading its data.
                 pass
             if time.monotonic() > deadline_s:
                 process.kill()

@@ -31,9 +31,6 @@ READY = "batchery up: the worker is ready"
 #: else has no limit: the worker finishes what it runs.
 GRACE_S = 10.0
 
-#: How long all but Redis may take to be ready, in seconds; devices load models in that time.
-START_TIMEOUT_S = 660.0
-
 #: Pause between two polls of the child processes, in seconds.
 POLL_S = 0.2
 
@@ -64,7 +61,6 @@ class Stack:
             and if somebody listens there, at a free port.
         worker_arguments: Further arguments of `celery worker`.
         on_line: Called with `redis`, `worker` or `gateway` and a line of its log, from threads.
-        start_timeout_s: How long all but Redis may take to be ready, in seconds.
         gateway_url: URL of the gateway; None if it does not run.
         worker_name: Name of the worker, by which `celery inspect` knows it.
         processes: What was started, by `redis`, `worker` and `gateway`.
@@ -76,7 +72,6 @@ class Stack:
     gateway: bool = False
     worker_arguments: Sequence[str] = ()
     on_line: Callable[[str, str], None] = lambda _name, _line: None
-    start_timeout_s: float = START_TIMEOUT_S
     gateway_url: str | None = field(default=None, init=False)
     processes: dict[str, GuardedProcess] = field(default_factory=dict, init=False)
     _is_ready: bool = field(default=False, init=False)
@@ -89,22 +84,21 @@ class Stack:
 
         Raises:
             RedisUnavailable: No Redis answers at the URL, or none can be started.
-            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if the
-                worker's was 2, which means that the worker has logged the reason; else 1.
+            StartError: A process ended. The `exit_code` is 2 if the worker's was 2, which means
+                that the worker has logged the reason; else 1.
         """
         try:
             self._start_redis()
-            deadline_s = time.monotonic() + self.start_timeout_s
             options = ["worker", f"--hostname={self.worker_name}", *self.worker_arguments]
             self._run("worker", WORKER, "-A", self.app, *options)
             worker = self.processes["worker"]
-            self._wait_for("worker", lambda: READY in worker.tail(), deadline_s)
+            self._wait_until(lambda: READY in worker.tail())
             # Not before: it would find that a model which takes long to load has no worker.
             if self.gateway and importlib.util.find_spec("fastapi") is None:
                 self.on_line("gateway", 'not installed: `pip install "batchery[gateway]"` adds it')
             elif self.gateway:
                 self._start_gateway()
-                self._wait_for("gateway", lambda: _listens(self.gateway_url), deadline_s)
+                self._wait_until(lambda: _listens(self.gateway_url))
         except BaseException:
             self.stop()
             raise
@@ -117,9 +111,7 @@ class Stack:
         Raises:
             StartError: A process ended; as for `start`.
         """
-        while True:
-            self._check_alive()
-            time.sleep(POLL_S)
+        self._wait_until(lambda: False)
 
     def stop(self) -> None:
         """Stops the gateway, the worker once it has finished what it runs, then the Redis.
@@ -188,13 +180,9 @@ class Stack:
             on_line=partial(self.on_line, name),
         )
 
-    def _wait_for(self, name: str, is_ready: Callable[[], bool], deadline_s: float) -> None:
+    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
         while not is_ready():
             self._check_alive()
-            if time.monotonic() > deadline_s:
-                error = StartError(f"{name} was not ready after {self.start_timeout_s:g} s")
-                error.exit_code = 1
-                raise error
             time.sleep(POLL_S)
 
     def _check_alive(self) -> None:

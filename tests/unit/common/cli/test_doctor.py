@@ -25,12 +25,12 @@ INFO = {
 }
 
 
-def make_app(*, installed: bool = True, **task: Any) -> Celery:
+def make_app(*, installed: bool = True) -> Celery:
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
     if installed:
         install(app)
 
-    @app.task(name="shout", base=BatchTask, shared=False, **task)
+    @app.task(name="shout", base=BatchTask, shared=False)
     def shout(texts: list[str]) -> list[str]:
         return texts
 
@@ -135,25 +135,10 @@ def test_redis_that_writes_nothing_to_disk_is_found(monkeypatch: pytest.MonkeyPa
     assert find("3600 1") == []
 
 
-@pytest.mark.parametrize(
-    ("app", "check", "text"),
-    [
-        (make_app(installed=False), "app-not-installed", "1 batch task, and install was not"),
-        (make_app(ignore_result=True), "results-missing", "results of shout are ignored"),
-    ],
-    ids=["not installed", "no results"],
-)
-def test_what_is_wrong_with_an_app_is_found(app: Celery, check: str, text: str) -> None:
-    (finding,) = look(make_deployment(app))["findings"]
-    assert finding["check"] == check
-    assert finding["found"].startswith(text)
-
-
-def test_app_without_a_backend_is_found() -> None:
-    app = make_app()
-    app.backend_cls = "disabled://"
-    found = look(make_deployment(app))["findings"]
-    assert [each["check"] for each in found] == ["results-missing"]
+def test_batch_tasks_without_install_are_found() -> None:
+    (finding,) = look(make_deployment(make_app(installed=False)))["findings"]
+    assert finding["check"] == "app-not-installed"
+    assert finding["found"].startswith("1 batch task, and install was not")
 
 
 def test_app_that_a_worker_cannot_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
