@@ -82,7 +82,7 @@ class _OpenTelemetry:
         self, task: str, jobs: Sequence[TracedJob], duration_s: float, info: Mapping[str, Any]
     ) -> None:
         ended_ns = time.time_ns()
-        info = jobs[0].headers.get("delivery_info") or {}
+        delivery = jobs[0].headers.get("delivery_info") or {}
         span = self._tracer.start_span(
             f"process {task}",
             kind=SpanKind.CONSUMER,
@@ -92,7 +92,7 @@ class _OpenTelemetry:
                 "messaging.system": "celery",
                 "messaging.operation.type": "process",
                 "messaging.operation.name": "process",
-                "messaging.destination.name": str(info.get("routing_key") or ""),
+                "messaging.destination.name": str(delivery.get("routing_key") or ""),
                 "messaging.batch.message_count": len(jobs),
                 "batchery.task": task,
                 **{FACTS[name]: value for name, value in info.items() if name in FACTS},
