@@ -1,11 +1,12 @@
 """`make demo`: embeds the Python language reference, and asks it questions.
 
-Everything is real: a private Redis, a Celery worker with MiniLM, Flower, and the bulk producer. The
+Everything is real: a private Redis, a Celery worker with MiniLM, and the bulk producer. The
 same texts go through the same worker twice, in batches and one by one; batches must win.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -151,20 +152,18 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many paragraphs")
     options = parser.parse_args()
     console = Console(highlight=False)
-    console.print("Starting Redis, a worker with MiniLM, and Flower ...")
-    environment = {"BATCHERY_MODELS": json.dumps(MODELS)}
+    console.print("Starting Redis, and a worker with MiniLM ...")
+    os.environ["BATCHERY_MODELS"] = json.dumps(MODELS)
     with (
         one_line_errors(),
         tempfile.TemporaryDirectory(prefix="batchery-demo-") as folder,
-        Stack(environment=environment) as stack,
+        Stack() as stack,
     ):
         won = demo(console, Path(folder), stack, paragraphs()[: options.limit])
-        if stack.flower_url:
-            console.print(f"Flower saw every job: {stack.flower_url}/tasks")
         if options.keep:
             console.print(f"Redis: {stack.redis_url}\nCtrl-C stops everything.")
             stack.wait()
-        elif stack.flower_url:
+        else:
             console.print("`make demo KEEP=1` leaves everything up.")
     if not won:
         sys.exit("demo: batches did not win")

@@ -7,6 +7,7 @@ The chat model is small enough for any processor, so it reads well and knows lit
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -191,8 +192,8 @@ def main() -> None:
             "chat": {"kind": "generation", "model": str(folder), "slots": SLOTS},
         }
         console.print("Starting Redis and a worker with both models ...")
-        environment = {"BATCHERY_MODELS": json.dumps(models)}
-        with Stack(environment=environment, flower=False) as stack:
+        os.environ["BATCHERY_MODELS"] = json.dumps(models)
+        with Stack() as stack:
             answered = demo(console, stack, options)
             if not options.keep:
                 console.print("`make demo-chat KEEP=1` answers your own questions.")

@@ -18,16 +18,13 @@ class Installation:
     def __init__(self, app: Celery, keywords: Mapping[str, Any]) -> None:
         self._app = app
         self._keywords = keywords
-        self._settings: Settings | None = None
         #: Why the models of the settings could not be registered; a worker stops with it.
         self.error: StartError | None = None
 
-    @property
+    @cached_property
     def settings(self) -> Settings:
         """The app's settings, read once, at first use."""
-        if self._settings is None:
-            self._settings = self.read_settings()
-        return self._settings
+        return self.read_settings()
 
     def read_settings(self) -> Settings:
         """The app's settings as they are now, read anew."""

@@ -13,7 +13,6 @@ from batchery.model import Model, StepModel
 from batchery.model_settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.model_task import ModelTask
 from batchery.transport import use_transport
-from batchery.valkey import accept_valkey_urls
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ def install(app: Celery, **settings: Any) -> Celery:
     app.steps["worker"].update((STEP, DEVICES_STEP, WATCH_STEP))
     app.steps["consumer"].add(REFUSALS_STEP)
     use_transport()
-    accept_valkey_urls()
     if getattr(app, "finalized", False):
         _register_models(app)
     else:

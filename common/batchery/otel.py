@@ -10,6 +10,7 @@ each batch is a span. It is linked to the spans of its jobs, as a batch has many
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery import current_task, signals
@@ -17,7 +18,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
 from batchery import tracing
-from batchery.tracing import TracedBatch, TracedJob
+from batchery.tracing import TracedJob
 
 #: Facts of a batch -> attributes of its span.
 FACTS = {
@@ -77,22 +78,24 @@ class _OpenTelemetry:
     def is_receiver(self, receiver: Any) -> bool:
         return receiver is _before_publish
 
-    def batch(self, batch: TracedBatch) -> None:
+    def batch(
+        self, task: str, jobs: Sequence[TracedJob], duration_s: float, info: Mapping[str, Any]
+    ) -> None:
         ended_ns = time.time_ns()
-        info = batch.jobs[0].headers.get("delivery_info") or {}
+        delivery = jobs[0].headers.get("delivery_info") or {}
         span = self._tracer.start_span(
-            f"process {batch.task}",
+            f"process {task}",
             kind=SpanKind.CONSUMER,
-            start_time=ended_ns - int(batch.duration_s * 1e9),
-            links=[Link(each) for each in map(_find_span, batch.jobs) if each.is_valid],
+            start_time=ended_ns - int(duration_s * 1e9),
+            links=[Link(each) for each in map(_find_span, jobs) if each.is_valid],
             attributes={
                 "messaging.system": "celery",
                 "messaging.operation.type": "process",
                 "messaging.operation.name": "process",
-                "messaging.destination.name": str(info.get("routing_key") or ""),
-                "messaging.batch.message_count": len(batch.jobs),
-                "batchery.task": batch.task,
-                **{FACTS[name]: value for name, value in batch.info.items() if name in FACTS},
+                "messaging.destination.name": str(delivery.get("routing_key") or ""),
+                "messaging.batch.message_count": len(jobs),
+                "batchery.task": task,
+                **{FACTS[name]: value for name, value in info.items() if name in FACTS},
             },
         )
         span.end(ended_ns)

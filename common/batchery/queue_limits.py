@@ -90,9 +90,12 @@ class QueueLimits:
         """
         name, limit = self._classes[self._find_place(where.priority)]
         waiting = look(where.queue, self.priorities(where.priority)) if limit.is_limited else None
-        problem = None if waiting is None else _problem(limit, waiting)
-        if waiting is not None and problem is not None:
-            raise _refusal(where.queue, name, problem, waiting)
+        if waiting is None or (problem := _problem(limit, waiting)) is None:
+            return
+        # A job that comes now would wait about as long as the oldest one has.
+        wait_s = UNKNOWN_WAIT_S if waiting.oldest_s is None else waiting.oldest_s
+        after_s = min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        raise queue_full(f"queue {where.queue!r}: class {name!r} {problem}", after_s)
 
     def _find_place(self, priority: int) -> int:
         return max(n for n, (_, each) in enumerate(self._classes) if each.level <= priority)
@@ -106,13 +109,6 @@ def _problem(limit: PriorityClass, waiting: Waiting) -> str | None:
     if limit.max_wait_s is not None and oldest_s > limit.max_wait_s:
         return f"has a job that has waited {oldest_s:.1f} s, and max_wait_s is {limit.max_wait_s:g}"
     return None
-
-
-def _refusal(queue: str, name: str, problem: str, waiting: Waiting) -> QueueFull:
-    # A job that comes now would wait about as long as the oldest one has.
-    wait_s = UNKNOWN_WAIT_S if waiting.oldest_s is None else waiting.oldest_s
-    after_s = min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-    return queue_full(f"queue {queue!r}: class {name!r} {problem}", after_s)
 
 
 def queue_full(problem: str, after_s: float) -> QueueFull:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -33,6 +32,7 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as JsonError
 
+from batchery.broker_url import check_broker_url
 from batchery.device_names import check_devices
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings, KeySettings
@@ -47,24 +47,6 @@ TOML_FILE = Path("batchery.toml")
 
 #: Environment variable with the path of the settings file, where it is not `TOML_FILE`.
 FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
-
-#: Schemes of URLs that name no broker.
-NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
-
-
-def check_broker_url(url: str) -> str:
-    """Returns the URL of a broker, or several with semicolons between, as Celery takes them.
-
-    Raises:
-        ValueError: It is none.
-    """
-    for part in url.split(";"):
-        parts = urlsplit(part.strip())
-        if not (parts.scheme and "://" in part) or parts.scheme in NO_BROKER:
-            raise ValueError("it is no URL of a broker; write it as redis://localhost:6379/0")
-        # A socket's path may hold anything; a port that is no number raises here.
-        _ = parts.scheme.endswith(("unix", "socket")) or parts.port
-    return url
 
 
 def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,9 +148,6 @@ class Settings(BaseSettings):
     )
     shed_late: bool = Field(
         False, description="Fail jobs with `DeadlineExceeded` that cannot make their deadline."
-    )
-    prefetch_batches: PositiveInt = Field(
-        2, description="Batches of each task that a device holds ahead of short ones; else one."
     )
     device_start_timeout_s: PositiveFloat = Field(
         600, description="How long a device may take to load and warm up its models."
@@ -302,6 +281,15 @@ class Settings(BaseSettings):
             raise SettingsError(_explain(error, found, keywords)) from None
 
 
+_TABLES: tuple[type[BaseModel], ...] = (
+    *(Settings, ModelSettings, PriorityClass),
+    *(GatewaySettings, KeySettings, MetricsSettings),
+)
+
+#: Names of the settings of all tables.
+_ALL_NAMES = {name for table in _TABLES for name in table.model_fields}
+
+
 def settings_file() -> Path:
     """The file with settings, which need not exist."""
     return Path(os.environ.get(FILE_VARIABLE) or TOML_FILE).expanduser()
@@ -323,12 +311,10 @@ def read_secret(variable: str) -> str:
 def _refuse_missing_file() -> None:
     """A file that is named and missing, or is a folder, would be ignored silently."""
     path = settings_file()
-    if path.exists() and not path.is_file():
-        raise SettingsError(f"{path}: it is no file; make it one with settings, or remove it")
-    if os.environ.get(FILE_VARIABLE) and not path.is_file():
+    if not path.is_file() and (path.exists() or os.environ.get(FILE_VARIABLE)):
         raise SettingsError(
-            f"environment variable {FILE_VARIABLE}: there is no file {str(path)!r};"
-            " name an existing one, or unset the variable"
+            f"{path}: there is no such file; make one with settings, remove what is in its place,"
+            f" or unset {FILE_VARIABLE}"
         )
 
 
@@ -361,27 +347,13 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
         source = str(settings_file())
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        problem = "no such setting" + nearest_name(path[-1], _names_beside(path))
+        problem = "no such setting" + nearest_name(path[-1], _ALL_NAMES)
     # A URL may hold a password.
     is_shown = first["type"] not in ("missing", "extra_forbidden") and "@" not in str(
         first["input"]
     )
     given = f" = {first['input']!r}" if is_shown else ""
     return f"setting {'.'.join(path)}{given} (from {source}): {problem}"
-
-
-def _names_beside(path: Sequence[str]) -> Iterable[str]:
-    """Names of the settings that are valid where an unknown one stands."""
-    tables: dict[tuple[str, int], type[BaseModel]] = {
-        (path[0], 1): Settings,
-        ("models", 3): ModelSettings,
-        ("classes", 3): PriorityClass,
-        ("gateway", 2): GatewaySettings,
-        ("gateway", 4): KeySettings,
-        ("metrics", 2): MetricsSettings,
-    }
-    table = tables.get((path[0], len(path)))
-    return table.model_fields if table else ()
 
 
 def _has(values: Any, path: Sequence[str]) -> bool:

@@ -20,26 +20,23 @@ class TracedJob:
     context: contextvars.Context | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TracedBatch:
-    """A batch that was answered."""
-
-    task: str
-    jobs: Sequence[TracedJob]
-    #: How long the device had it, in seconds.
-    duration_s: float
-    #: Facts of the batch, as they are stored with each result.
-    info: Mapping[str, Any]
-
-
 class Tracing(Protocol):
     """What `batchery.otel` does."""
 
     def headers(self) -> dict[str, str]:
         """The headers that carry the current trace to a worker; empty without one."""
 
-    def batch(self, batch: TracedBatch) -> None:
-        """Makes the span of a batch."""
+    def batch(
+        self, task: str, jobs: Sequence[TracedJob], duration_s: float, info: Mapping[str, Any]
+    ) -> None:
+        """Makes the span of a batch that was answered.
+
+        Args:
+            task: Name of the task.
+            jobs: Those of the batch.
+            duration_s: How long the device had it, in seconds.
+            info: Facts of the batch, as they are stored with each result.
+        """
 
     def is_receiver(self, receiver: Any) -> bool:
         """Whether a receiver of `before_task_publish` is the one that adds `headers`."""

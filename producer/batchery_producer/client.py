@@ -11,10 +11,10 @@ from typing import Any, Self, Unpack
 from celery import Celery, uuid
 from celery.result import AsyncResult
 
+from batchery.broker_url import use_redis
 from batchery.errors import BatchArgumentError
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.task import check_options
-from batchery.valkey import use_redis
 from batchery_producer.answers import Answer, Outcome, read_answer
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for

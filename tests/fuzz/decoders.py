@@ -149,8 +149,8 @@ def show_figures(value: Any) -> str:
     if not isinstance(value, dict):
         value = {"error": value}
     now = Survey({"w": value}, {"q": 1}, 1)
-    json.dumps(now.report(now))
-    return render(draw(now, now))
+    json.dumps(now.report())
+    return render(draw(now))
 
 
 FIGURES = json.dumps(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery.valkey import accept_valkey_urls
 from batchery_producer import AsyncClient, Client
 from batchery_producer.client import close_app
 from support.bulk_runs import QUEUE
@@ -22,7 +21,7 @@ TEXTS = [f"text {number}" for number in range(300)]
 SHOUTED = [text.upper() for text in TEXTS]
 
 
-@pytest.fixture(scope="module", params=["tls", "valkeys", "sentinel", "two servers"])
+@pytest.fixture(scope="module", params=["tls", "sentinel", "two servers"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
@@ -32,11 +31,8 @@ def place(
         server = stack.enter_context(OwnRedis(folder / "redis", appendonly="no"))
         options: dict[str, str] = {}
         results = ""
-        if request.param in ("tls", "valkeys"):
+        if request.param == "tls":
             url = stack.enter_context(behind_tls(server.port, make_certificate(folder)))
-            if request.param == "valkeys":
-                url = url.replace("rediss://", "valkeys://")
-                accept_valkey_urls()
         elif request.param == "two servers":
             url = server.url
             results = stack.enter_context(OwnRedis(folder / "results", appendonly="no")).url

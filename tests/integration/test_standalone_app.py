@@ -104,7 +104,7 @@ def test_wrong_setting_ends_a_celery_command_with_one_line(
     line = complaint(tmp_path, *command, BATCHERY_MAX_BATCHSIZE="1")
     assert "BATCHERY_MAX_BATCHSIZE: no such setting, the nearest is BATCHERY_MAX_BATCH_SIZE" in line
     (tmp_path / "batchery.toml").mkdir()
-    assert complaint(tmp_path, *command).startswith("Error: batchery.toml: it is no file; ")
+    assert complaint(tmp_path, *command).startswith("Error: batchery.toml: there is no such file; ")
 
 
 def test_worker_without_models_does_not_start(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`batchery up`: Redis, a worker, Flower and the gateway start together, and leave nothing."""
+"""`batchery up`: Redis, a worker and the gateway start together, and leave nothing."""
 
 import contextlib
 import json
@@ -16,13 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-import redis
 from celery import Celery
 
-from batchery.errors import StartError
-from batchery_worker.devstack.redis_server import EmbeddedRedis
 from batchery_worker.devstack.stack import Stack
-from support.harness import ask, wait_ended, wait_for
+from support.harness import ask, open_redis, wait_ended, wait_for
 from support.patience import patient
 
 APP = """
@@ -73,7 +70,7 @@ START_S = patient(90.0)
 
 
 #: A line of what `up` says when all are ready: what it is, and its URL.
-FACT = re.compile(r"^(Redis|Flower|Gateway) +(\S+://\S+)$", re.MULTILINE)
+FACT = re.compile(r"^(Redis|Gateway) +(\S+://\S+)$", re.MULTILINE)
 
 
 class Up:
@@ -81,11 +78,10 @@ class Up:
 
     def __init__(self, directory: Path, *arguments: str, **environment: str) -> None:
         self._log = directory / "up.log"
-        options = ["--flower-port=0", *arguments]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 # As the command itself, which has its own folder on the path.
-                [sys.executable, "-P", "-m", "batchery", "up", *options],
+                [sys.executable, "-P", "-m", "batchery", "up", *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
@@ -129,11 +125,9 @@ class Up:
         backend.result_consumer.stop()
         app.close()
 
-    def ask(
-        self, name: str, path: str, body: bytes | None = None, kind: str = "application/json"
-    ) -> Any:
-        """What Flower or the gateway answer."""
-        url = f"{self.urls[name]}{path}"
+    def ask(self, path: str, body: bytes | None = None, kind: str = "application/json") -> Any:
+        """What the gateway answers."""
+        url = f"{self.urls['Gateway']}{path}"
         request = urllib.request.Request(url, body, {"Content-Type": kind})
         try:
             with urllib.request.urlopen(request, timeout=patient(60)) as answer:
@@ -182,49 +176,38 @@ def run_beside(up: Up, folder: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
-    start_up: StartUp, tmp_path: Path
-) -> None:
+def test_a_job_runs_through_it_and_ctrl_c_ends_all(start_up: StartUp, tmp_path: Path) -> None:
     up = start_up("-A", "shop").ready()
     with up.client() as client:
         job_id = client.send_task("shout", ["hello"]).id
         assert client.AsyncResult(job_id).get(timeout=patient(30)) == "HELLO"
-
-    def listed() -> Any:
-        tasks = up.ask("Flower", "/api/tasks")
-        return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
-
     code, out = run_beside(up, tmp_path, "stats", "-A", "shop", "--json")
     assert (code, len(json.loads(out)["workers"])) == (0, 1)
-    seen = wait_for(listed, "Flower lists the job as done")
-    wait_for(lambda: seen["worker"] in up.ask("Flower", "/api/workers"), "Flower lists the worker")
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
-    for name in ("redis", "worker", "flower"):
+    for name in ("redis", "worker", "gateway"):
         assert f"{name:<7} | " in up.log
     # A line for the batch, and none for the job and its result.
     assert "1 item, waited" in up.log
     assert job_id not in up.log
     assert "HELLO" not in up.log
-    words = ("Application shutdown complete", "Warm shutdown", "shutting down", "ready to exit")
+    words = ("Application shutdown complete", "Warm shutdown", "ready to exit")
     ends = [up.log.index(word) for word in words]
     assert ends == sorted(ends)
 
 
-def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
-    start_up: StartUp, tmp_path: Path
+def test_sigterm_lets_the_running_job_finish(
+    start_up: StartUp, tmp_path: Path, redis_url: str
 ) -> None:
     napping = tmp_path / "napping"
-    data = str(tmp_path / "data")
-    up = start_up("-A", "shop", "--data", data, "--no-flower", "--no-gateway").ready()
-    assert set(up.urls) == {"Redis"}
-    with up.client() as client:
-        job_id = client.send_task("nap", [str(napping)]).id
+    up = start_up("-A", "shop", "--redis", redis_url, "--no-gateway").ready()
+    with open_redis(redis_url) as client:
+        app = Celery(broker=redis_url, set_as_current=False)
+        job_id = app.send_task("nap", [str(napping)]).id
+        app.close()
         wait_for(napping.exists, "the job runs")
-    up.process.terminate()
-    assert up.ended() == 0
-
-    with EmbeddedRedis(tmp_path / "data") as kept, redis.Redis.from_url(kept.url) as client:
+        up.process.terminate()
+        assert up.ended() == 0
         stored = client.get(f"celery-task-meta-{job_id}")
     assert isinstance(stored, bytes)
     assert json.loads(stored)["result"] == "rested"
@@ -232,7 +215,7 @@ def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
 
 def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: Path) -> None:
     napping = tmp_path / "napping"
-    up = start_up("-A", "shop", "--no-flower", "--no-gateway").ready()
+    up = start_up("-A", "shop", "--no-gateway").ready()
     with up.client() as client:
         client.send_task("nap", [str(napping), 100])
         wait_for(napping.exists, "the job runs")
@@ -248,7 +231,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: 
 def test_a_child_that_dies_is_named_and_takes_the_rest_along(
     start_up: StartUp, victim: str, word: str
 ) -> None:
-    up = start_up("-A", "shop", "--no-flower").ready()
+    up = start_up("-A", "shop").ready()
     os.kill(up.pid(word), signal.SIGKILL)
     assert up.ended() == 1
     assert f"batchery: error: {victim} ended with signal 9 (SIGKILL): " in up.log
@@ -267,18 +250,18 @@ def test_a_model_of_the_settings_alone_is_served(
     start_up: StartUp, tmp_path: Path, model_toml: str
 ) -> None:
     (tmp_path / "batchery.toml").write_text(model_toml)
-    up = start_up("--no-flower").ready()
+    up = start_up().ready()
     with up.client() as client:
         result = client.send_task("embed", ["some text"], queue="embed").get(timeout=patient(60))
     assert len(result["vector"]) == 384
     body = json.dumps({"model": "embed", "input": "some text"}).encode()
-    answer = up.ask("Gateway", "/v1/embeddings", body)
+    answer = up.ask("/v1/embeddings", body)
     assert answer["data"][0]["embedding"] == pytest.approx(result["vector"], abs=1e-5)
     line = b'{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}'
     form = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     form += b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     kind = "multipart/form-data; boundary=x"
-    assert up.ask("Gateway", "/v1/files", form + line + b"\r\n--x--\r\n", kind)["id"]
+    assert up.ask("/v1/files", form + line + b"\r\n--x--\r\n", kind)["id"]
     (tmp_path / "texts.txt").write_text("one\n")
     command = ["submit", "texts.txt", "--task", "embed", "-o", "out.jsonl"]
     assert f"  batchery {' '.join(command[:4])} -o" in up.log
@@ -297,7 +280,7 @@ def test_modules_of_the_folder_do_not_hide_pythons_own(start_up: StartUp, tmp_pa
 
 
 def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -> None:
-    up = start_up("-A", "no_such_app", "--no-flower")
+    up = start_up("-A", "no_such_app")
     assert up.ended() == 2
     reason = "The module no_such_app was not found."
     assert f"worker  | {reason}\n" in up.log
@@ -311,7 +294,6 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
         (["-A", "shop", "--redis", "redis://:secret@127.0.0.1:1/0"], {}, "redis://:**@127.0.0.1:1"),
         (["-A", "shop"], {"BATCHERY_REDIS_URL": "redis://127.0.0.1:1/0"}, "no Redis at redis://12"),
         (["-A", "shop"], {"BATCHERY_NO_SUCH": "1"}, "BATCHERY_NO_SUCH: no such setting"),
-        (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
     ],
 )
 def test_stack_that_cannot_start_raises_one_error(
@@ -340,7 +322,6 @@ def test_a_stack_runs_inside_a_program_on_a_redis_that_is_there(
     stack = Stack(
         "shop",
         redis_url=redis_url,
-        flower=False,
         worker_arguments=["--loglevel=WARNING", "--queues=one,two", "--pool=solo"],
         on_line=lambda name, line: lines.append((name, line)),
     )
@@ -366,7 +347,7 @@ def find_queues(stack: Stack) -> set[str]:
 @pytest.mark.usefixtures("app_path")
 def test_without_queues_those_of_all_its_tasks_are_served(redis_url: str) -> None:
     Path("more.py").write_text(ROUTED)
-    with Stack("more", redis_url=redis_url, flower=False) as stack:
+    with Stack("more", redis_url=redis_url) as stack:
         assert find_queues(stack) == {"celery", "fast", "other", "shout"}
         app = Celery(broker=redis_url, backend=redis_url, set_as_current=False)
         try:
@@ -384,57 +365,35 @@ def test_without_queues_those_of_all_its_tasks_are_served(redis_url: str) -> Non
 
 
 @pytest.mark.usefixtures("app_path")
-def test_they_take_another_port_and_flower_may_ask_for_a_password(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = ("127.0.0.1", 0)
-    with socket.create_server(address) as first, socket.create_server(address) as second:
-        ports = [first.getsockname()[1], second.getsockname()[1]]
-        monkeypatch.setenv("BATCHERY_GATEWAY__PORT", str(ports[1]))
-        with Stack(
-            "shop",
-            redis_url=redis_url,
-            flower_port=ports[0],
-            gateway=True,
-            environment={"FLOWER_BASIC_AUTH": "user:secret"},
-        ) as stack:
-            for url, port in zip((stack.flower_url, stack.gateway_url), ports, strict=True):
-                assert url is not None
-                assert url.startswith("http://127.0.0.1:")
-                assert not url.endswith(f":{port}")
+def test_the_gateway_takes_another_port(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("BATCHERY_GATEWAY__PORT", str(port))
+        with Stack("shop", redis_url=redis_url, gateway=True) as stack:
+            assert stack.gateway_url is not None
+            assert stack.gateway_url.startswith("http://127.0.0.1:")
+            assert not stack.gateway_url.endswith(f":{port}")
 
 
 @pytest.mark.usefixtures("app_path")
-def test_without_flower_and_gateway_installed_the_rest_runs(
+def test_where_the_gateway_is_not_installed_the_rest_runs(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flower", None)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    said: dict[str, list[str]] = {"flower": [], "gateway": []}
+    said: list[str] = []
     with Stack(
         "shop",
         redis_url=redis_url,
         gateway=True,
-        on_line=lambda name, line: said[name].append(line) if name in said else None,
+        on_line=lambda name, line: said.append(line) if name == "gateway" else None,
     ) as stack:
-        assert stack.flower_url is stack.gateway_url is None
+        assert stack.gateway_url is None
         assert set(stack.processes) == {"worker"}
-    assert said == {
-        "flower": ['not installed: `pip install "batchery[monitor]"` adds it'],
-        "gateway": ['not installed: `pip install "batchery[gateway]"` adds it'],
-    }
+    assert said == ['not installed: `pip install "batchery[gateway]"` adds it']
 
 
 def test_gateway_beyond_loopback_without_keys_is_named(start_up: StartUp) -> None:
-    up = start_up("-A", "shop", "--no-flower", BATCHERY_GATEWAY='{"host": "0.0.0.0"}')
+    up = start_up("-A", "shop", BATCHERY_GATEWAY='{"host": "0.0.0.0"}')
     assert up.ended() == 1
     assert "batchery: error: gateway ended with exit code 2: " in up.log
     assert "is open to the network, and there are no API keys" in up.log
-
-
-@pytest.mark.usefixtures("app_path")
-def test_a_worker_that_takes_too_long_is_stopped(redis_url: str) -> None:
-    stack = Stack("shop", redis_url=redis_url, flower=False, start_timeout_s=0)
-    with pytest.raises(StartError, match="worker was not ready after 0 s"):
-        stack.start()
-    assert not psutil.pid_exists(stack.processes["worker"].pid)

@@ -12,13 +12,10 @@ import pytest
 from celery import Celery
 
 from apps import shop
-from batchery.cli import health
-from batchery.cli.health import ask
 from batchery.gateway_settings import JOBS_QUEUE
 from conftest import StartWorker
-from support.commands import run
 from support.harness import Worker, wait_for
-from support.metrics_port import Samples, read_samples, scrape
+from support.metrics_port import Samples, ask_port, read_samples, scrape
 from support.own_redis import OwnRedis, find_lasting_port
 from support.patience import TIMEOUT_S, patient
 
@@ -29,13 +26,9 @@ class Watched(NamedTuple):
     worker: Worker
     port: int
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def says(self, path: str) -> tuple[int, str]:
         """The status and the text of `/livez` or `/readyz`."""
-        return ask(self.url, path)
+        return ask_port(self.port, path)
 
     def is_well(self, path: str) -> bool:
         return self.says(path) == (200, "ok")
@@ -59,9 +52,7 @@ def start(start_worker: StartWorker, app: str, **variables: str) -> Watched:
 
 
 @pytest.fixture(autouse=True)
-def _on_this_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # How long a worker may take to answer.
-    monkeypatch.setattr(health, "TIMEOUT_S", patient(30))
+def _on_this_redis(redis_url: str) -> None:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
@@ -121,16 +112,6 @@ def test_readers_that_do_not_read_hold_up_neither_others_nor_the_worker(watched:
         assert shop.increment.delay(1).get(timeout=TIMEOUT_S) == 2
 
 
-def test_command_for_probes_says_it_by_its_exit_code(watched: Watched, redis_url: str) -> None:
-    health = ("batchery", "health", "--url", watched.url)
-    assert run(redis_url, *health)[:2] == (0, "ok\n")
-    assert run(redis_url, *health, "--ready")[:2] == (0, "ok\n")
-    code, _, err = run(redis_url, "batchery", "health", "--url", "http://127.0.0.1:1")
-    assert (code, "does not answer" in err) == (1, True)
-    code, _, err = run(redis_url, "batchery", "health", "--url", "localhost")
-    assert (code, "it is no URL" in err) == (2, True)
-
-
 def test_port_that_is_taken_ends_the_worker_with_one_line(
     watched: Watched, start_worker: StartWorker
 ) -> None:
@@ -162,26 +143,6 @@ def test_worker_without_batch_tasks_is_watched_too(start_worker: StartWorker) ->
     watched = start(start_worker, "apps.ordinary")
     wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
     assert watched.samples()["batchery_worker_live",] == 1
-
-
-def test_event_loop_that_stands_still_does_not_look_well(
-    start_worker: StartWorker, tmp_path: Path
-) -> None:
-    watched = start(start_worker, "apps.stuck")
-    wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
-    gate = tmp_path / "gate"
-    gate.touch()
-    # Its module is not for this process.
-    job = shop.app.send_task("apps.stuck.note", [str(gate)], queue="stuck")
-    why = "the event loop has stood still"
-    wait_for(lambda: why in watched.says("/readyz")[1], "it is not ready")
-    # An ordinary task of the pool `solo` has the loop as long: a restart would end it.
-    assert watched.is_well("/livez")
-    lag = ("batchery_event_loop_lag_seconds",)
-    wait_for(lambda: watched.samples()[lag] > 2.0, "it is said how late it is")
-    gate.unlink()
-    assert job.get(timeout=TIMEOUT_S) == str(gate)
-    wait_for(lambda: watched.is_well("/readyz"), "it is ready again")
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_what_is_no_dead_letter_is_named_and_hides_no_other(
     assert first.reason.startswith("this is no dead letter: ")
     assert letters.find("nobody") is None
     assert letters.requeue(letters.tokens()) == ["2"]
-    assert letters.purge(letters.tokens()) == 2
+    assert len(letters.purge(letters.tokens())) == 2
 
 
 def test_requeued_dead_letters_go_to_the_end_of_their_own_queue(
@@ -115,7 +115,7 @@ def test_purged_dead_letters_are_deleted_with_their_messages(
 ) -> None:
     bury(lease_store, 1)
     bury(lease_store, 2)
-    assert letters.purge(["1", "3"]) == 1
+    assert len(letters.purge(["1", "3"])) == 1
     assert letters.tokens() == ["2"]
     assert bare.hkeys("shop:batchery:dead-messages") == [b"2"]
 

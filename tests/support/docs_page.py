@@ -48,7 +48,7 @@ COMMAND_S = patient(60.0)
 
 #: Commands that may be too early: a caller may have a result before the worker's line about it is
 #: in the log, or it is counted, and a worker may be too busy to answer in time.
-LATER = ("grep ", "curl ", "batchery health ", "batchery stats ", "celery -A tasks inspect ")
+LATER = ("grep ", "curl ", "batchery stats ", "celery -A tasks inspect ")
 
 #: How long they may take to print what they should, in seconds.
 LATER_S = patient(30.0)

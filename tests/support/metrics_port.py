@@ -7,7 +7,6 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from batchery.cli.health import ask
 from support.commands import start
 from support.harness import kill_all, wait_for
 from support.patience import patient
@@ -16,14 +15,23 @@ from support.patience import patient
 Samples = dict[tuple[str, ...], float]
 
 
-def scrape(port: int, timeout_s: float) -> str:
-    """The text of `/metrics`."""
+def ask_port(port: int, path: str, timeout_s: float = patient(30)) -> tuple[int, str]:
+    """The status and the text of `/livez` or `/readyz`; the status is 0 if nobody answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     with contextlib.closing(connection):
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        assert answer.status == 200
-        return answer.read().decode()
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode().strip()
+        except (OSError, http.client.HTTPException) as error:
+            return 0, str(error)
+
+
+def scrape(port: int, timeout_s: float) -> str:
+    """The text of `/metrics`."""
+    status, text = ask_port(port, "/metrics", timeout_s)
+    assert status == 200, text
+    return text
 
 
 def read_samples(text: str, without: str = "") -> Samples:
@@ -49,7 +57,7 @@ class Exporter:
         self.port = int(found[1])
 
     def says(self, path: str) -> tuple[int, str]:
-        return ask(f"http://127.0.0.1:{self.port}", path)
+        return ask_port(self.port, path)
 
     def scrape(self) -> str:
         return scrape(self.port, patient(60))

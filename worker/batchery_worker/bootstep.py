@@ -26,6 +26,7 @@ from batchery.settings import (
 )
 from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
+from batchery_worker.batching.batch_times import AHEAD_BATCHES
 from batchery_worker.devices_step import failing_in_one_line
 from batchery_worker.queue_plan import (
     comes_by_any,
@@ -221,7 +222,7 @@ def _widen_prefetch(
     """
     if not worker.prefetch_multiplier:
         return
-    batches = 1 + settings.prefetch_batches
+    batches = 1 + AHEAD_BATCHES
     jobs = devices * sum(
         task.slots or batches * (task.max_batch_size or settings.max_batch_size) for task in tasks
     )

@@ -1,7 +1,6 @@
 """Statistics of a device's batches."""
 
 import logging
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import itemgetter
@@ -10,15 +9,17 @@ from typing import Any
 
 from batchery.errors import DeadlineExceeded, counted
 from batchery.protocol.figures import (
+    SIZE_BOUNDS,
     WAIT_BOUNDS_S,
     BatchFigures,
     BatchSums,
     CacheFigures,
     TaskFigures,
     TextFigures,
+    find_bound,
     report,
 )
-from batchery.tracing import TracedBatch, TracedJob, current_tracing
+from batchery.tracing import TracedJob, current_tracing
 from batchery_worker.batch import DeviceBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -65,9 +66,7 @@ class Metrics(BatchFigures):
         self.prepare_ms += batch.prepare_ms
         self.queued_ms += batch.queued_ms
         self.commit_ms += batch.commit_ms
-        size = f"<={1 << (items - 1).bit_length()}"
-        self.batch_sizes[size] += 1
-        kind.batch_sizes[size] += 1
+        kind.batch_sizes[find_bound(SIZE_BOUNDS, items)] += 1
         kind.outcomes["succeeded"] += list(map(_get_status, batch.answers)).count("committed")
         if batch.reused is not None:
             self._count_reused(task, batch.reused)
@@ -76,13 +75,7 @@ class Metrics(BatchFigures):
             texts = self.texts.setdefault(task, TextFigures())
             texts.add(*times._replace(first_token_s=waits_s[0] + times.first_token_s))
         kind.waited_s += sum(waits_s)
-        waits_s.sort()
-        counted_before = 0
-        for bound_s in WAIT_BOUNDS_S:
-            if (count := bisect_right(waits_s, bound_s)) > counted_before:
-                kind.waits[bound_s] += count - counted_before
-                if (counted_before := count) == len(waits_s):
-                    break
+        kind.waits.update([find_bound(WAIT_BOUNDS_S, each) for each in waits_s])
 
     def job_failed(self, task: str, reason: str) -> None:
         """Counts a job that failed; the reason is the class of its error."""
@@ -153,6 +146,6 @@ def trace_batch(batch: DeviceBatch) -> None:
     ]
     duration_s = monotonic() - batch.formed_s
     try:
-        tracing.batch(TracedBatch(batch.work.task, traced, duration_s, batch.info))
+        tracing.batch(batch.work.task, traced, duration_s, batch.info)
     except Exception:
         logger.exception("a batch of %s cannot be traced", batch.work.task)

@@ -4,7 +4,7 @@ In a worker, this module registers the command that answers. Celery's command li
 commands that it knows by name; there, this module makes the name known, by the subcommand below.
 """
 
-import time
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -33,8 +33,7 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
     return {
         **fleet.figures(),
         "queues": sorted({*_queues(consumer), *fleet.queues}),
-        "time_s": time.time(),
-        **(watch.figures() if watch is not None else {}),
+        **({"health": asdict(watch.check_health())} if watch is not None else {}),
     }
 
 

@@ -9,7 +9,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 from kombu.transport.redis import Channel
 
-from batchery.cli.app import REDIS_SCHEMES, app_options, load_app, url_errors
+from batchery.cli.app import app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
@@ -101,7 +101,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     """
     with url_errors("broker_url"):
         connection = app.connection_for_write()
-    if not connection.as_uri().startswith((*REDIS_SCHEMES, "sentinel://")):
+    if connection.transport.driver_type != "redis":
         raise SettingsError(
             f"access lists are Redis's, but the broker is {connection.as_uri()}; name a Redis"
         )
@@ -118,20 +118,11 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     more_lists = f"{_escape(options.get('sep', Channel.sep))}*"
     # And the lists beside a queue. With those that workers have for themselves: `worker_direct`.
     waiting = [*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]
-    own_queues: dict[str, Any] = app.amqp.queues
-    more = {
-        # To refuse jobs that would wait for too long, clients look at the oldest one.
-        "+lindex": bool(get_queue_limits(app)),
-        # Kombu does so with each job.
-        "+pexpire": any(
-            each.expires or "x-expires" in (each.queue_arguments or {})
-            for each in own_queues.values()
-        ),
-    }
     return {
         "p": p,
         "waiting": " ".join(f"~{p}{each} ~{p}{each}{more_lists} ~{p}{each}~*" for each in waiting),
-        "more": "".join(f" {commands}" for commands, is_needed in more.items() if is_needed),
+        # To refuse jobs that would wait for too long, clients look at the oldest one.
+        "more": " +lindex" if get_queue_limits(app) else "",
         "results": f"~{r}celery-task-meta-* &{r}celery-task-meta-*",
         "groups": f"~{r}celery-taskset-meta-* &{r}celery-taskset-meta-* ~{r}chord-unlock-*",
         "streams": f"~{r}batchery:reply:* ~{r}batchery-*",

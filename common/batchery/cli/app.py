@@ -4,26 +4,24 @@ That is checked before anything is started or sent: a wrong URL costs one line.
 """
 
 import functools
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import click
 from celery import Celery
 from celery.app.utils import find_app
 from celery.backends.base import DisabledBackend
+from celery.backends.redis import RedisBackend
 from celery.exceptions import ImproperlyConfigured
-from redis import Redis
+from redis import ConnectionPool, Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
+from batchery.broker_url import use_redis
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError, StartError
-from batchery.valkey import redis_url as as_redis
-from batchery.valkey import use_redis
 
 #: Serves the models of the settings.
 DEFAULT_APP = "batchery.app"
@@ -31,28 +29,9 @@ DEFAULT_APP = "batchery.app"
 #: How long a Redis may take to answer, in seconds; the network's own timeouts are minutes.
 TIMEOUT_S = 5.0
 
-#: URLs of other brokers and backends are left to Celery.
-REDIS_SCHEMES = (
-    *("redis://", "rediss://", "redis+socket://", "unix://"),
-    *("valkey://", "valkeys://"),
-)
-
-
-class FiniteRange(click.FloatRange):
-    """A range that has neither infinity nor what is not a number."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """The number."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is no number that has an end.", param, ctx)
-        return number
-
 
 #: What an option may be that is a time in seconds: up to thirty years, which all clocks can add.
-SECONDS = FiniteRange(0, 10**9, min_open=True)
+SECONDS = click.FloatRange(0, 10**9, min_open=True)
 
 
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,47 +106,69 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
 
     Args:
         app: The app.
-        timeout_s: How long a Redis may take to answer, in seconds.
+        timeout_s: How long a Redis may take to answer, in seconds; it is asked twice.
 
     Raises:
         SettingsError: The URL is none that Celery can use.
-        StartError: No other broker answers.
+        StartError: No broker answers. The text names the URL, without its password.
     """
     with url_errors("broker_url"):
         connection = app.connection_for_read()
     with connection as broker:
-        url = broker.as_uri(include_password=True)
-        if url.startswith(REDIS_SCHEMES):
-            # Celery has moved the TLS options from the URL here, or found them in a setting.
-            tls = broker.ssl if isinstance(broker.ssl, dict) else {}
-            check_redis(_with_tls(as_redis(url), tls), timeout_s, tls=tls)
-            return
-        if url.startswith("sentinel://"):
+        is_redis = broker.transport.driver_type == "redis"
+        if is_redis:
             limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
             cast(dict[str, Any], broker.transport_options).update(limits)
         try:
-            broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))
+            broker.ensure_connection(max_retries=1, interval_start=0, timeout=int(TIMEOUT_S))
         except Exception as error:
+            if isinstance(error.__cause__, BusyLoadingError):
+                return  # It is there, and serves once it has read its data.
+            if is_redis:
+                raise _no_redis(masked(broker.as_uri(include_password=True)), error) from error
             raise StartError(f"no broker at {broker.as_uri()}: {error}") from error
 
 
 def check_backend(app: Celery) -> None:
     """Makes sure that there is a result backend, and that it answers if it is a Redis.
 
+    A Sentinel is not asked: Celery itself finds the server behind it.
+
     Raises:
         SettingsError: The app has none, or one that Celery cannot use.
+        RedisUnavailable: It does not answer.
     """
     with url_errors("result_backend"):
-        is_missing = isinstance(app.backend, DisabledBackend)
-    if is_missing:
+        backend: Any = app.backend
+    if isinstance(backend, DisabledBackend):
         raise SettingsError(
             f"app {app.main!r} has no result backend; set result_backend to a Redis URL"
         )
-    url = str(getattr(app.backend, "url", None) or "")
-    if url.startswith(REDIS_SCHEMES):
-        known: dict[str, Any] = getattr(app.backend, "connparams", {})
-        tls = {name: value for name, value in known.items() if name.startswith("ssl_")}
-        check_redis(_with_tls(url, tls), tls=tls)
+    kind: type = type(backend)
+    if kind is not RedisBackend:
+        return
+    limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), TIMEOUT_S)
+    pool = ConnectionPool(**{**backend.connparams, **limits, "retry": Retry(NoBackoff(), 0)})
+    try:
+        with Redis.from_pool(pool) as client:
+            client.ping()
+    except BusyLoadingError:
+        return
+    except (RedisError, OSError) as error:
+        raise _no_redis(masked(str(backend.url)), error) from error
+
+
+def check_redis(url: str) -> None:
+    """Makes sure that the Redis at a URL of Celery's answers; a Sentinel is not asked.
+
+    Raises:
+        SettingsError: It is no URL.
+        RedisUnavailable: It does not answer.
+    """
+    if not url.startswith("sentinel://"):
+        app = Celery(set_as_current=False)
+        use_redis(app, url)
+        check_broker(app)
 
 
 @contextmanager
@@ -179,77 +180,14 @@ def url_errors(setting: str) -> Iterator[None]:
         raise SettingsError(f"{setting} cannot be used: {error.args[0]}") from error
 
 
-def _with_tls(url: str, tls: dict[str, Any]) -> str:
-    """Makes a URL say that TLS is on: Celery keeps that in settings, and spells options its way."""
-    return url.partition("?")[0].replace("redis://", "rediss://", 1) if tls else url
-
-
-def check_redis(
-    url: str, timeout_s: float = TIMEOUT_S, tls: Mapping[str, Any] | None = None
-) -> None:
-    """Makes sure that a Redis answers.
-
-    Args:
-        url: A URL as Celery takes it: `redis://`, `rediss://`, `valkey://`, `valkeys://`,
-            `redis+socket://` or `unix://`. A `sentinel://` URL is not checked: Celery itself finds
-            the server behind it.
-        timeout_s: How long the Redis may take to answer, in seconds.
-        tls: Options of the Redis client that are not in the URL, such as `ssl_ca_certs`.
-
-    Raises:
-        RedisUnavailable: It does not answer. The text names the URL, without its password, and what
-            to do.
-    """
-    if url.startswith("sentinel://"):
-        return
-    try:
-        with connect(url, timeout_s, tls) as client:
-            client.ping()
-    except BusyLoadingError:
-        return  # It is there, and serves once it has read its data.
-    except (RedisError, OSError, ValueError) as error:
-        raise RedisUnavailable(
-            f"no Redis at {masked(url)}: {_reason(error)}; {_advice(error)}"
-        ) from error
+def _no_redis(url: str, error: Exception) -> RedisUnavailable:
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    advice = "start one there, give another URL, or let `batchery up` run a private one"
+    if isinstance(error.__cause__ or error, AuthenticationError):
+        advice = "check user and password: redis://:PASSWORD@HOST:PORT/0"
+    return RedisUnavailable(f"no Redis at {url}: {text}; {advice}")
 
 
 def masked(url: str) -> str:
     """The URL without its password, for people; works for malformed URLs, too."""
     return re.sub(r"(password=)[^&]*", r"\1**", re.sub(r"(://[^:@/]*):.*@", r"\1:**@", url))
-
-
-def connect(url: str, timeout_s: float = TIMEOUT_S, tls: Mapping[str, Any] | None = None) -> Redis:
-    """A client that answers or fails at once, without the library's usual retries.
-
-    Raises:
-        ValueError: The URL is not one of Redis.
-    """
-    return Redis.from_url(
-        _for_redis(url),
-        socket_connect_timeout=timeout_s,
-        socket_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        **(tls or {}),
-    )
-
-
-def _for_redis(url: str) -> str:
-    """Rewrites a URL from Celery's way, or Valkey's, to that of the Redis client."""
-    if not url.startswith("redis+socket://"):
-        return as_redis(url)
-    parts = urlsplit(url)
-    database = parse_qs(parts.query).get("virtual_host", ["0"])[0].strip("/")
-    password = f":{parts.password}@" if parts.password else ""
-    return f"unix://{password}{unquote(parts.path)}?db={database or 0}"
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
-        return "check user and password: redis://:PASSWORD@HOST:PORT/0"
-    if isinstance(error, ValueError):
-        return "write it as redis://HOST:PORT/0"
-    return "start one there, give another URL, or let `batchery up` run a private one"

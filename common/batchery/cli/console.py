@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 #: What a broker that is away raises.
 AWAY = (OperationalError, RedisError, OSError)
 
+#: What asks a command to end.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 #: How a figure ends -> by what it is multiplied, and the unit behind it.
 UNITS = {
-    "_per_s": (1, "/s"),
     "_ms": (1, " ms"),
     "_us": (1, " µs"),
     "_s": (1, " s"),
@@ -58,16 +59,8 @@ class Interrupt:
     holds a lock. The second one raises `KeyboardInterrupt`.
     """
 
-    def __init__(self, *more: signal.Signals, at_once: bool = False) -> None:
-        """Handles nothing yet.
-
-        Args:
-            more: Other signals that do the same, unless they are ignored, as SIGHUP is by nohup.
-            at_once: Raise `KeyboardInterrupt` at the first one, too.
-        """
-        taken = (each for each in more if signal.getsignal(each) != signal.SIG_IGN)
-        self._signals = (signal.SIGINT, signal.SIGTERM, *taken)
-        self._at_once = at_once
+    def __init__(self) -> None:
+        """Handles nothing yet."""
         self._came = False
         self._before: Mapping[signal.Signals, Any] = {}
 
@@ -76,7 +69,7 @@ class Interrupt:
         return self._came
 
     def __enter__(self) -> Self:
-        self._before = {each: signal.signal(each, self._note) for each in self._signals}
+        self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,10 +77,9 @@ class Interrupt:
             signal.signal(each, handler)
 
     def _note(self, *_: object) -> None:
-        must_raise = self._came or self._at_once
-        self._came = True
-        if must_raise:
+        if self._came:
             raise KeyboardInterrupt
+        self._came = True
 
 
 def printable(text: str) -> str:

@@ -93,10 +93,9 @@ def requeue(context: click.Context, *, tokens: Sequence[str], every: bool, app: 
     They run like any other job, and their deaths are counted anew.
     """
     with opened(app) as letters:
-        chosen = _chosen(letters, tokens, every)
+        chosen = _choose(letters, tokens, every)
         done = letters.requeue(chosen)
-    click.echo(f"requeued: {len(done)}")
-    _check_all_were_there(context, chosen, done, every)
+    _tell(context, "requeued", chosen, done, every)
 
 
 @dead.command()
@@ -109,14 +108,11 @@ def purge(
 ) -> None:
     """Delete dead letters for good."""
     with opened(app) as letters:
-        chosen = _chosen(letters, tokens, every)
+        chosen = _choose(letters, tokens, every)
         if not yes:
             click.confirm(f"Delete {counted(len(chosen), 'dead letter')} for good?", abort=True)
-        there = set(letters.tokens())
-        done = [token for token in chosen if token in there]
-        count = letters.purge(done)
-    click.echo(f"deleted: {count}")
-    _check_all_were_there(context, chosen, done, every)
+        done = letters.purge(chosen)
+    _tell(context, "deleted", chosen, done, every)
 
 
 @contextmanager
@@ -183,15 +179,17 @@ def moment(seconds: float) -> str:
     return "-" if not seconds else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
 
 
-def _chosen(letters: DeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:
+def _choose(letters: DeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:
     if every == bool(tokens):
         raise click.UsageError("give either TOKENs or --all")
     return letters.tokens() if every else list(dict.fromkeys(tokens))
 
 
-def _check_all_were_there(
-    context: click.Context, chosen: Sequence[str], done: Sequence[str], every: bool
+def _tell(
+    context: click.Context, what: str, chosen: Sequence[str], done: Sequence[str], every: bool
 ) -> None:
+    """Says how many there were, and which of those that were named are none."""
+    click.echo(f"{what}: {len(done)}")
     missing = [token for token in chosen if token not in set(done)]
     if missing and not every:
         _leave_without(context, missing)

@@ -6,21 +6,14 @@ says in its own log.
 
 import json
 import shlex
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import click
 import redis
 from celery import Celery
-from celery.backends.base import DisabledBackend
-from kombu.transport import redis as kombu_redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from rich import box
 from rich.table import Table
 
@@ -30,7 +23,6 @@ from batchery.cli.app import (
     check_broker,
     load_app,
     timeout_option,
-    url_errors,
 )
 from batchery.cli.console import AWAY, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
@@ -39,26 +31,19 @@ from batchery.cli.survey import (
     Survey,
     app_queues,
     consumed_queues,
+    open_redis,
     registered_workers,
     survey,
 )
-from batchery.errors import RedisUnavailable, SettingsError, StartError, counted
+from batchery.errors import SettingsError, StartError, counted
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import Installation, get_installation
 from batchery.queue_limits import find_destination
 from batchery.settings import nearest_name
 from batchery.task import BatchTask
 
-T = TypeVar("T")
-
 #: Share of Redis's memory beyond which a burst of jobs may fill it, so that publishing is refused.
 MAX_MEMORY_SHARE = 0.75
-
-#: How long Redis may take for what is asked of workers, in seconds, beside their own time.
-MAX_REDIS_S = 3 * TIMEOUT_S
-
-#: Difference of two clocks, in seconds, by which deadlines, ETAs and expiries may be off.
-MAX_SKEW_S = 1.0
 
 #: Width of the table without a terminal, in characters: lines to copy are not broken.
 MIN_WIDTH = 140
@@ -91,24 +76,15 @@ class Deployment:
         """What `INFO` says."""
         return dict(self._ask_redis(lambda client: client.info()))
 
-    @cached_property
-    def redis_ahead_s(self) -> float:
-        """By how much the clock of Redis is ahead, to within half a round trip."""
-        began_s = time.time()
-        seconds, us = self._ask_redis(lambda client: client.time())
-        return float(seconds + us / 1e6 - (began_s + time.time()) / 2)
-
     def read_config(self, name: str) -> str:
         """What `CONFIG GET` says of a setting of Redis."""
         return str(self._ask_redis(lambda client: client.config_get(name))[name])
 
     def _ask_redis(self, ask: Callable[[Any], Any]) -> Any:
-        with self.app.connection_for_read() as connection, connection.channel() as channel:
-            if not isinstance(channel, kombu_redis.Channel):
+        with open_redis(self.app) as (_, client):
+            if client is None:
                 raise Unchecked("the broker is no Redis")
-            pool = cast(Any, channel)._get_pool()
-            pool.connection_kwargs |= {"socket_timeout": TIMEOUT_S, "retry": Retry(NoBackoff(), 0)}
-            return ask(redis.Redis(connection_pool=pool))
+            return ask(client)
 
     @cached_property
     def registered(self) -> list[Any]:
@@ -119,31 +95,14 @@ class Deployment:
     def survey(self) -> Survey:
         """What workers say, and what waits, also in queues that nobody knows."""
         known = {*app_queues(self.app), JOBS_QUEUE}
-        self.asked_s = time.time()
         strays = StrayQueues(self.app).look(known, ALL_CALLS)
-        return self._ask_workers(lambda: survey(self.app, self._timeout_s, {*known, *strays}))
+        return survey(self.app, self._timeout_s, {*known, *strays})
 
     @cached_property
     def consumed(self) -> Mapping[str, set[str]]:
         """Names of the queues that each worker consumes, by what it answers or has registered."""
         registered = {each.name or "": set(each.queues or ()) for each in self.registered}
-        return self._ask_workers(lambda: consumed_queues(self.app)) | registered
-
-    def _ask_workers(self, ask: Callable[[], T]) -> T:
-        """Asks on a thread that may be left behind: kombu repeats for ever what Redis owes."""
-        answer = Future[T]()
-
-        def run() -> None:
-            try:
-                answer.set_result(ask())
-            except BaseException as error:  # noqa: BLE001 (the caller raises it)
-                answer.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        limit_s = self._timeout_s + MAX_REDIS_S
-        if not wait([answer], limit_s).done:
-            raise RedisUnavailable(f"Redis did not pass on what workers are asked in {limit_s:g} s")
-        return answer.result()
+        return consumed_queues(self.app) | registered
 
     @property
     def installation(self) -> Installation | None:
@@ -205,34 +164,6 @@ def find_no_install(on: Deployment) -> Iterator[str]:
     """Batch tasks in an app without `batchery.install`."""
     if on.batch_tasks and on.installation is None:
         yield f"{counted(len(on.batch_tasks), 'batch task')}, and install was not called"
-
-
-@check(
-    *("always-eager", "error", "jobs run in their callers, in batches of one; no worker gets any"),
-    "app.conf.task_always_eager = False",
-)
-def find_eager(on: Deployment) -> Iterator[str]:
-    """`task_always_eager`."""
-    if on.app.conf.task_always_eager:
-        yield "task_always_eager is True"
-
-
-@check(
-    *("results-missing", "warning", "callers who wait for a result wait for ever"),
-    "app.conf.result_backend = app.conf.broker_url",
-)
-def find_missing_results(on: Deployment) -> Iterator[str]:
-    """Batch tasks whose results are ignored, or have no backend."""
-    try:
-        with url_errors("result_backend"):
-            backend = on.app.backend
-    except SettingsError as error:
-        yield str(error)
-        return
-    if on.batch_tasks and isinstance(backend, DisabledBackend):
-        yield "the app has no result backend"
-    elif ignored := [task.name for task in on.batch_tasks if task.ignore_result]:
-        yield f"results of {', '.join(ignored)} are ignored"
 
 
 # Redis
@@ -304,7 +235,7 @@ def find_no_worker(on: Deployment) -> Iterator[str]:
 )
 def find_silent(on: Deployment) -> Iterator[str]:
     """Workers that live, by what Redis knows, and give no figures."""
-    for worker, why in on.survey.problems(None).items():
+    for worker, why in on.survey.problems().items():
         yield f"{worker}: {why}"
 
 
@@ -333,24 +264,6 @@ def find_unserved(on: Deployment) -> Iterator[str]:
         if jobs and queue not in consumed:
             text = f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
             yield text + nearest_name(queue, sorted(consumed))
-
-
-@check(
-    *("clock", "warning", "ages of jobs, deadlines and expiries are off by it"),
-    "timedatectl set-ntp true",
-)
-def find_wrong_clocks(on: Deployment) -> Iterator[str]:
-    """Clocks of Redis, workers and this machine that differ by more than a second."""
-    ahead_s, figures, now_s = {"Redis": on.redis_ahead_s}, on.survey.figures, time.time()
-    # What an answer took explains the rest.
-    ahead_s |= {
-        name: each.time_s - min(max(each.time_s, on.asked_s), now_s)
-        for name, each in figures.items()
-        if each.time_s is not None
-    }
-    for name, seconds in ahead_s.items():
-        if abs(seconds) > MAX_SKEW_S:
-            yield f"the clock of {name} is {seconds:+.1f} s off this machine's"
 
 
 @check(

@@ -8,17 +8,10 @@ from typing import Any
 
 import click
 from celery import Celery
-from celery.app.control import flatten_reply
 
 from batchery.cli.app import check_backend, check_broker, timeout_option, with_app
 from batchery.cli.console import AWAY, broker_errors, describe, printable
-from batchery.cli.survey import (
-    DISCOVERY_S,
-    PATIENCE_S,
-    ask_workers,
-    find_workers,
-    registered_workers,
-)
+from batchery.cli.survey import PATIENCE_S, ask_workers, find_workers, registered_workers
 from batchery.errors import StartError
 from batchery.transport.dead_letters import DeadLetters
 
@@ -166,12 +159,6 @@ def find(app: Celery, task_id: str, timeout_s: float = PATIENCE_S) -> JobStatus:
         live = find_workers(app, registered_workers(app))
         answers = ask_workers(app, "query_task", timeout_s, live, ids=[task_id])
         job = from_workers(task_id, answers)
-        if job.state == "UNKNOWN":
-            # Of plain workers Redis knows nothing.
-            replies = app.control.broadcast(
-                "query_task", arguments={"ids": [task_id]}, reply=True, timeout=DISCOVERY_S
-            )
-            job = from_workers(task_id, {**answers, **flatten_reply(replies or [])})
         # Its result may be ignored, or gone.
         return _with_dead_letter(app, job) if job.exit_code == UNKNOWN else job
 

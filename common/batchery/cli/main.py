@@ -37,7 +37,6 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "key": "batchery_producer.cli.serve:key",
         "acl": "batchery.cli.acl:acl",
         "exporter": "batchery.operations.exporter:exporter",
-        "health": "batchery.cli.health:health",
     },
 }
 

@@ -24,7 +24,6 @@ from batchery.cli.survey import (
     aliases_in,
     app_queues,
     consumed_queues,
-    has_batch_tasks,
     registered_tasks,
     survey,
 )
@@ -59,15 +58,13 @@ CACHE = ("hit_rate", "items", "hits", "deduplicated", "errors", "error")
 #: What to do about the state of a device.
 HINTS = {GIVEN_UP: ", restart its worker when it is mended"}
 
-NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
-
 NO_ANSWER = "no worker answers; start one, or wait until it has loaded its models"
 
 
 @click.command()
 @app_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
-@timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
+@timeout_option(PATIENCE_S, "How long to wait for a worker that lives and does not answer.")
 @click.pass_context
 def stats(
     context: click.Context,
@@ -79,10 +76,10 @@ def stats(
 ) -> None:
     """Show what workers do and serve, and what waits in queues.
 
-    It looks twice: rates are those between the two. Redis knows which workers live. A look ends
-    when all of them have answered, which may take a while on a busy machine. Queue depths come from
-    the broker, for the queues of the app and those that workers consume, and for all others with
-    jobs, as one may be misspelt. docs/observe.md explains every figure.
+    Redis knows which workers live. The command ends when all of them have answered, which may take
+    a while on a busy machine. Queue depths come from the broker, for the queues of the app and
+    those that workers consume, and for all others with jobs, as one may be misspelt.
+    docs/observe.md explains every figure.
 
     \b
     Exit codes:
@@ -99,19 +96,18 @@ def stats(
 
 
 def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
-    """Looks twice, and shows the second look, as tables or as JSON; returns the exit code."""
+    """Shows a survey, as tables or as JSON; returns the exit code."""
     check_broker(app)
     queues = app_queues(app)
-    before = look(app, queues, timeout_s)
     with broker_errors():
-        queues |= set(StrayQueues(app).look(before.queues, ALL_CALLS))
+        queues |= set(StrayQueues(app).look(queues, ALL_CALLS))
     now = look(app, queues, timeout_s)
-    click.echo(json.dumps(now.report(before)) if as_json else render(draw(now, before)))
+    click.echo(json.dumps(now.report()) if as_json else render(draw(now)))
     return 0 if now.figures else NO_WORKER
 
 
 def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
-    """A survey with the tasks of all workers; those that run batch tasks one by one are named.
+    """A survey with the tasks of all workers that answer soon.
 
     Args:
         app: The app whose workers are asked.
@@ -124,15 +120,7 @@ def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
         if unserved:  # Workers without leases may serve them.
             unserved -= set[str]().union(*consumed_queues(app).values())
         tasks = registered_tasks(app, FIELDS, DISCOVERY_S)
-        if late := [name for name in found.figures if name not in tasks]:
-            tasks = {**tasks, **registered_tasks(app, FIELDS, timeout_s, names=late)}
-    plain = {
-        name: {"error": NOT_INSTALLED}
-        for name, each in tasks.items()
-        if has_batch_tasks(each, "False") and not has_batch_tasks(each)
-    }
-    workers = {**plain, **found.workers}
-    return replace(found, workers=workers, tasks=list_served(tasks), unserved=unserved)
+    return replace(found, tasks=list_served(tasks), unserved=unserved)
 
 
 def list_served(found: Registered) -> list[dict[str, Any]]:
@@ -150,12 +138,10 @@ def list_served(found: Registered) -> list[dict[str, Any]]:
 # Tables
 
 
-def draw(now: Survey, before: Survey | None = None) -> RenderableType:
-    """Draws a survey; the one before gives the rates, and the workers that no longer answer."""
-    parts: list[RenderableType] = [
-        draw_worker(name, figures, now.rates(name, before)) for name, figures in now.figures.items()
-    ]
-    parts += [Text(f"{name}: {why}", "red") for name, why in now.problems(before).items()]
+def draw(now: Survey) -> RenderableType:
+    """Draws a survey."""
+    parts: list[RenderableType] = [draw_worker(*each) for each in now.figures.items()]
+    parts += [Text(f"{name}: {why}", "red") for name, why in now.problems().items()]
     if not now.workers:
         parts.append(Text(f"{NO_ANSWER}: celery -A APP worker"))
     waiting = [
@@ -172,9 +158,6 @@ def draw(now: Survey, before: Survey | None = None) -> RenderableType:
         for each in now.tasks
     ]
     parts.append(_draw_table(tasks, "task", "kind", "queue", "also called", "workers"))
-    if orphaned := sum(now.orphaned.values()):
-        text = "of these jobs are held by dead workers, until one that lives gives them back"
-        parts.append(Text(f"{orphaned:,} {text}", "red"))
     if now.dead_letters:
         parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
     return Group(*parts)
@@ -189,9 +172,7 @@ def _draw_table(
     return table if rows else Group()
 
 
-def draw_worker(
-    name: str, figures: WorkerFigures, rates: Mapping[str, float] | None
-) -> RenderableType:
+def draw_worker(name: str, figures: WorkerFigures) -> RenderableType:
     """The figures of one worker, a row each, by the names that they have in JSON."""
     done, rows = figures.batches, dict[str, str]()
     for device, state in figures.devices.items():
@@ -200,7 +181,6 @@ def draw_worker(
     rows |= {
         "queues": ", ".join(figures.queues),
         "waiting here": describe(figures, ("waiting", "oldest_waiting_s"), NONE),
-        "now": describe(rates, tuple(rates or ()), NONE),
         "done": describe(done, DONE, NONE),
         "a batch took": describe(done, TIMES, NONE),
         **{f"batch of {task}": describe(costs, COSTS) for task, costs in figures.costs.items()},

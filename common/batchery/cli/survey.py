@@ -32,9 +32,6 @@ PATIENCE_S = 15.0
 #: How long all others are awaited, in seconds: nobody knows how many there are.
 DISCOVERY_S = 1.0
 
-#: Figures whose growth per second two surveys give.
-RATES = ("jobs", "items", "batches", "failed_jobs")
-
 #: A task in the answer to `celery inspect registered FIELD ...`: `name [field=value field=value]`.
 ANSWER = re.compile(r"(?P<name>\S+)(?: \[(?P<fields>.*)\])?")
 
@@ -72,7 +69,6 @@ class Survey:
         leased: Messages that live workers hold, by queue; none where the broker is not a Redis.
         scheduled: How many of them wait for their time; None if the broker is not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
-        orphaned: How many of the messages that wait are in the leases of dead workers, by queue.
         is_asked: Whether workers were asked for their figures.
         undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
         strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
@@ -87,7 +83,6 @@ class Survey:
     leased: Mapping[str, int] = field(default_factory=dict)
     scheduled: int | None = None
     memory: RedisMemory | None = None
-    orphaned: Mapping[str, int] = field(default_factory=dict)
     is_asked: bool = True
     undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
     strays: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +102,7 @@ class Survey:
         none_s = None if self.queues.get(queue) else 0.0
         return max((each for each in ages_s if each is not None), default=none_s)
 
-    def problems(self, before: "Survey | None") -> dict[str, str]:
+    def problems(self, before: "Survey | None" = None) -> dict[str, str]:
         """Why there are no figures of a worker, by its name: first of those that answered."""
         gone = sorted(set(before.workers) - set(self.workers)) if before is not None else []
         return {
@@ -127,26 +122,10 @@ class Survey:
             return None
         return now.since(before.figures.get(worker))
 
-    def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
-        """Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on.
-
-        Returns:
-            None where `since` has none.
-        """
-        gained = self.since(worker, before)
-        if gained is None:
-            return None
-        counts = {name: getattr(gained.batches, name) for name in RATES}
-        return {f"{name}_per_s": round(n / gained.clock_s, 3) for name, n in counts.items()}
-
-    def report(self, before: "Survey | None" = None) -> dict[str, Any]:
-        """The survey for JSON: `workers`, each with its `rates`; and what is in Redis."""
-        rates = {name: {"rates": self.rates(name, before)} for name in self.figures}
+    def report(self) -> dict[str, Any]:
+        """The survey for JSON."""
         return {
-            "workers": {
-                name: {**answer, **rates.get(name, {})}
-                for name, answer in sorted(self.workers.items())
-            },
+            "workers": dict(sorted(self.workers.items())),
             "queues": {**self.queues},
             "unserved": sorted(self.unserved),
             "dead_letters": self.dead_letters,
@@ -199,7 +178,7 @@ def survey(
         queues: Names of queues that are looked into, whether a worker consumes them or not.
         asks: Whether workers are asked at all.
     """
-    with broker_errors(), _open_redis(app) as (connection, client):
+    with broker_errors(), open_redis(app) as (connection, client):
         registered = _read_registered(connection, client)
         names = find_workers(app, registered) if asks else set[str]()
         answers = ask_workers(app, FIGURES, timeout_s, names)
@@ -228,7 +207,6 @@ def survey(
             leased,
             None if client is None else sum(each.scheduled for each in live),
             None if client is None else _read_memory(client),
-            {name: each.jobs for name, each in orphaned.items()},
             is_asked=asks,
             undated={name: each.undated for name, each in waiting.items()},
             unserved={name for name, each in waiting.items() if each.jobs} - consumed,
@@ -240,7 +218,7 @@ def survey(
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
     """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
-    with _open_redis(app) as opened:
+    with open_redis(app) as opened:
         return _read_registered(*opened)
 
 
@@ -252,12 +230,17 @@ def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set
             may be no Redis, or a worker has just begun.
         registered: By id.
     """
-    live = [each for each in registered.values() if not each.is_dead]
-    live = [each for each in live if each.queues != {JOBS_QUEUE}]
+    live = [
+        each for each in registered.values() if not each.is_dead and each.queues != {JOBS_QUEUE}
+    ]
     names = {each.name for each in live if each.name is not None}
     if len(names) < len(live) or app.connection_for_read().transport.driver_type != "redis":
         tasks = registered_tasks(app, ["is_installed"], DISCOVERY_S)
-        names |= {name for name, each in tasks.items() if has_batch_tasks(each)}
+        names |= {
+            name
+            for name, each in tasks.items()
+            if any(info.get("is_installed") == "True" for info in each.values())
+        }
     return names
 
 
@@ -323,11 +306,6 @@ def _parse(task: str) -> tuple[str, Mapping[str, str]]:
     return found["name"], {name: value for name, _, value in pairs}
 
 
-def has_batch_tasks(tasks: Mapping[str, Mapping[str, str]], installed: str = "True") -> bool:
-    """Whether a worker has batch tasks whose app has called `install`, or has not."""
-    return installed in {info.get("is_installed") for info in tasks.values()}
-
-
 def aliases_in(info: Mapping[str, str]) -> list[str]:
     """The aliases of a model, which its worker spells in one text."""
     return [alias for alias in info.get("model_aliases", "").split(",") if alias]
@@ -371,7 +349,7 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
 
 
 @contextmanager
-def _open_redis(app: Celery) -> Iterator[tuple[Any, Any]]:
+def open_redis(app: Celery) -> Iterator[tuple[Any, Any]]:
     """A connection to the app's broker, and a client that shares it; that is None if no Redis."""
     with app.connection_for_read() as connection:
         channel: Any = connection.default_channel
@@ -399,7 +377,7 @@ def _find_orphaned(
     """What dead workers hold, by queue: it waits until a worker that lives gives it back.
 
     Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
-    there may be older jobs. If all are too large to read, its last heartbeat says whose they are.
+    there may be older jobs.
     """
     found: dict[str, Waiting] = {}
     for worker, known in registered.items():
@@ -411,8 +389,6 @@ def _find_orphaned(
         held, *lists = transport_scripts(client).run("count_leased", key)
         rows = zip(lists[::3], lists[1::3], lists[2::3], strict=True)
         parts = [(find_queue(key.decode(), prefix), n, sent_at) for key, n, sent_at in rows]
-        if held and not parts:
-            parts = [(name, n, b"") for name, n in known.leased.items() if n > 0]
         read = sum(n for _, n, _ in parts)
         for queue, n, sent_at in parts:
             waiting = Waiting.read(round(held * n / read), sent_at)
@@ -430,8 +406,6 @@ def _count_messages(connection: Any, name: str) -> int:
     channel: Any = connection.channel()
     try:
         with channel:
-            if isinstance(channel, kombu_redis.Channel):
-                return int(channel._size(name))
             # Declared passively, it is not created; every broker answers with its length.
             return int(channel.queue_declare(queue=name, passive=True).message_count)
     except connection.channel_errors as error:

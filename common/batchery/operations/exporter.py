@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from batchery.cli.app import app_options, load_app
-from batchery.cli.console import Interrupt, broker_errors
+from batchery.cli.console import broker_errors
 from batchery.cli.stray_queues import StrayQueues
 from batchery.cli.survey import FirstSeen, Survey, app_queues, survey
 
@@ -66,7 +67,8 @@ def exporter(*, app_path: str, redis_url: str | None, host: str, port: int, name
 
     watch = ClusterWatch(take)
     listening = Port(host, port, watch.collect, lambda: "", watch.find_problem)
-    with Interrupt(at_once=True), contextlib.suppress(KeyboardInterrupt):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
         listening.start()
         click.echo(f"batchery exporter: {listening.url}/metrics")
         threading.Event().wait()

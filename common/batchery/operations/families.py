@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from batchery.cli.survey import Survey
 from batchery.protocol.figures import (
+    SIZE_BOUNDS,
     TOKEN_BOUNDS_S,
     WAIT_BOUNDS_S,
     BatchFigures,
@@ -31,23 +32,24 @@ Workers = Mapping[str, WorkerFigures]
 #: the path is, as of an older worker. Milliseconds and KiB become seconds and bytes.
 Read = str | Callable[[Any], float | None]
 
-#: Upper bounds of the batch sizes that are counted apart.
-SIZE_BOUNDS = (*(float(1 << power) for power in range(11)), float("inf"))
-
 STAGES = ("prepare", "queued", "forward", "commit")
 
 #: How items of cached tasks got their results -> the figure that counts it.
 CACHED = {"hit": "hits", "deduplicated": "deduplicated", "computed": "computed"}
 
-#: Metrics of the first token and of the pauses, and their label: ours, then OpenTelemetry's.
-TEXT_NAMES = (
-    ("batchery_first_token_seconds", "batchery_token_seconds", "task"),
+#: Of each task: the name, what it is of, its bounds, and where the counts and their sum are.
+HISTOGRAMS: Sequence[tuple[str, str, Sequence[float], str, str, str]] = (
+    ("batch_size", "Items of a batch.", SIZE_BOUNDS, "tasks", "batch_sizes", "items"),
+    ("queue_wait_seconds", "Until a batch left.", WAIT_BOUNDS_S, "tasks", "waits", "waited_s"),
     (
-        "gen_ai_server_time_to_first_token_seconds",
-        "gen_ai_server_time_per_output_token_seconds",
-        "gen_ai_request_model",
+        *("first_token_seconds", "From sending a job to its first token.", WAIT_BOUNDS_S),
+        *("texts", "first_tokens", "first_tokens_s"),
     ),
+    ("token_seconds", "Between two tokens.", TOKEN_BOUNDS_S, "texts", "pauses", "pauses_s"),
 )
+
+#: How prometheus_client spells a bound.
+_write: Callable[[float], str] = floatToGoString
 
 #: What has one value for each thing of a kind; a name that ends in `_total` is a counter.
 TABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Read]]] = {
@@ -66,7 +68,6 @@ TABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Read]]] = {
         ("leases_held", "Messages that it holds.", "leases.held"),
         ("leases_recovered_total", "Messages of dead workers put back.", "leases.recovered"),
         ("redis_round_trips_total", "Fetches and scripts.", "leases.round_trips"),
-        ("event_loop_lag_seconds", "How late its event loop was.", "loop_lag_s"),
         ("device_restarts_total", "Device processes that died.", "batches.device_restarts"),
     ),
     ("worker", "device"): (
@@ -171,37 +172,14 @@ def collect_sums(batches: BatchFigures) -> Iterator[Metric]:
         ("text_tokens", "Tokens of prompts and texts.", ("task", "type"), tokens),
     ):
         yield _family(f"batchery_{name}_total", text, labels, rows)
-    sizes = [(name, _read_sizes(task.batch_sizes), task.items) for name, task in tasks]
-    yield _histogram("batchery_batch_size", "Items of a batch.", "task", SIZE_BOUNDS, sizes)
-    waits = [(name, task.waits, task.waited_s) for name, task in tasks]
-    name, text = "batchery_queue_wait_seconds", "From sending a job until its batch left."
-    yield _histogram(name, text, "task", WAIT_BOUNDS_S, waits)
-    began = [(name, each.first_tokens, each.first_tokens_s) for name, each in texts]
-    paused = [(name, each.pauses, each.pauses_s) for name, each in texts]
-    text = "From sending a job to the first token of its text."
-    for first, pause, label in TEXT_NAMES:
-        yield _histogram(first, text, label, WAIT_BOUNDS_S, began)
-        yield _histogram(pause, "Between two tokens.", label, TOKEN_BOUNDS_S, paused)
-
-
-def _read_sizes(sizes: Mapping[str, int]) -> Mapping[float, int]:
-    return {float(size.removeprefix("<=")): count for size, count in sizes.items()}
-
-
-def _histogram(
-    name: str,
-    text: str,
-    label: str,
-    bounds: Sequence[float],
-    rows: Iterable[tuple[str, Mapping[float, int], float]],
-) -> Metric:
-    """Of the counts by bound, and the sum, of each thing; a bucket counts all up to its bound."""
-    write: Any = floatToGoString
-    made = HistogramMetricFamily(name, text, labels=[label])
-    for thing, counts, total in rows:
-        up_to = [(each, sum(n for at, n in counts.items() if at <= each)) for each in bounds]
-        made.add_metric([thing], [(write(each), n) for each, n in up_to], total)
-    return made
+    for name, text, bounds, kind, counts, total in HISTOGRAMS:
+        made = HistogramMetricFamily(f"batchery_{name}", text, labels=["task"])
+        for task, each in getattr(batches, kind).items():
+            known: Mapping[float, int] = getattr(each, counts)
+            # A bucket counts all up to its bound.
+            up_to = [(_write(b), sum(n for at, n in known.items() if at <= b)) for b in bounds]
+            made.add_metric([task], up_to, getattr(each, total))
+        yield made
 
 
 def collect_workers(workers: Workers) -> Iterator[Metric]:
@@ -254,14 +232,11 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
     if survey is None:
         return
     yield from _collect((), [((), survey)])
-    waiting, queue = survey.queues.items(), ("queue",)
     ages = [(name, survey.find_oldest_s(name)) for name in survey.queues]
-    for name, text, labels, rows in (
-        ("batchery_queue_waiting_jobs", "Messages that no live worker holds.", queue, waiting),
-        ("batchery_queue_leased_jobs", "That live workers hold.", queue, survey.leased.items()),
-        ("batchery_queue_stray_jobs", "In unknown queues.", queue, survey.strays.items()),
-        ("batchery_queue_oldest_job_seconds", "Age of the oldest not begun.", queue, ages),
-        # What Celery's other exporters call the same.
-        ("celery_queue_length", "batchery_queue_waiting_jobs.", ("queue_name",), waiting),
+    for name, text, rows in (
+        ("waiting_jobs", "Messages that no live worker holds.", survey.queues.items()),
+        ("leased_jobs", "That live workers hold.", survey.leased.items()),
+        ("stray_jobs", "In unknown queues.", survey.strays.items()),
+        ("oldest_job_seconds", "Age of the oldest not begun.", ages),
     ):
-        yield _family(name, text, labels, rows)
+        yield _family(f"batchery_queue_{name}", text, ("queue",), rows)

@@ -80,10 +80,6 @@ class Port(Collector):
         serve = threading.Thread(target=self._server.serve_forever, args=(3600,), daemon=True)
         serve.start()
 
-    def close(self) -> None:
-        """Listens no more."""
-        self._server.server_close()
-
     def collect(self) -> Iterable[Metric]:
         """The metrics, for the registry."""
         return self._collect()

@@ -21,6 +21,9 @@ GIVEN_UP = "given up"
 #: Digits of what is reported behind the point.
 DIGITS = 3
 
+#: Upper bounds of the batch sizes that are counted apart.
+SIZE_BOUNDS = (*(float(1 << power) for power in range(11)), float("inf"))
+
 #: Upper bounds of the waits that are counted apart, in seconds.
 WAIT_BOUNDS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0),
@@ -180,8 +183,8 @@ class TaskFigures(BatchSums):
 
     #: Number of jobs that ended, by how: `succeeded`, `failed`, `shed` or `fenced`.
     outcomes: Counter[str] = field(default_factory=Counter)
-    #: As `BatchFigures.batch_sizes`.
-    batch_sizes: Counter[str] = field(default_factory=Counter)
+    #: Number of batches by their number of items: by the least of `SIZE_BOUNDS` that is not below.
+    batch_sizes: Counter[float] = field(default_factory=Counter)
     #: Number of jobs by how long they waited from being sent until their batch left: by the least
     #: of `WAIT_BOUNDS_S` that is not below it.
     waits: Counter[float] = field(default_factory=Counter)
@@ -212,8 +215,6 @@ class BatchFigures(BatchSums):
     #: Between the stages of a batch on its device.
     queued_ms: float = 0.0
     commit_ms: float = 0.0
-    #: Number of batches by their number of items, rounded up to a power of two: `<=64`.
-    batch_sizes: Counter[str] = field(default_factory=Counter)
     #: Number of jobs that Celery's tracer completed, by reason.
     tracer_jobs: Counter[str] = field(default_factory=Counter)
     #: Counts of the caches, by task.
@@ -255,7 +256,7 @@ class LearnedCosts:
 
 @dataclass(slots=True)
 class ModelSnapshot:
-    """A model on a device; costs are None until they are learned."""
+    """A model on a device, by what somebody reads; costs are 0 until they are learned."""
 
     max_batch_tokens: int = 0
     chosen_by: str = ""
@@ -269,14 +270,8 @@ class ModelSnapshot:
     step_ms: float | None = None
     #: Floating-point operations on tokens that carried something; 0 where nobody counts them.
     flops: float = 0.0
-    peak_bytes: int | None = None
     token_us: float = 0.0
-    item_us: float = 0.0
     pass_ms: float = 0.0
-    #: Items that fill a pass; None if there is no such number.
-    useful_items: int | None = None
-    #: Number of batches from which the costs were learned; None before.
-    fitted_batches: int | None = None
     #: Its name for what it has loaded; empty if it has none.
     version: str = ""
     #: `loaded`, or `not loaded`. Older workers load all at their start.
@@ -288,8 +283,6 @@ class ModelSnapshot:
     #: How often it was loaded or taken back, and how long the last load took.
     loads: int = 0
     load_s: float | None = None
-    #: When a batch used it last, in Unix seconds; None if that was before its last load.
-    used_at_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -364,10 +357,6 @@ class WorkerFigures:
     leases: LeaseFigures | None = None
     #: None of older workers.
     health: HealthFigures | None = None
-    #: How late the event loop was, at the worst of the last seconds; None if nobody measures it.
-    loop_lag_s: float | None = None
-    #: When it answered, in seconds since 1970 by its machine's clock; None from older versions.
-    time_s: float | None = None
 
     def since(self, before: "WorkerFigures | None") -> "WorkerFigures | None":
         """The figures of the time between two answers, whose length is then `clock_s`.

@@ -109,7 +109,7 @@ class ConnectingChannel(_Channel):  # type: ignore[misc]
         pool = self._get_pool()
         given = pool.connection_kwargs.get("socket_timeout") or timeout_s
         pool.connection_kwargs["socket_timeout"] = min(given, timeout_s)
-        # Kombu's limit is 10, and up to 64 `completion_threads` may ask at once.
+        # Kombu's limit is 10, and all threads of a device may ask at once.
         pool.max_connections = max(pool.max_connections, 100)
         return redis.Redis(connection_pool=pool)
 

@@ -111,15 +111,15 @@ class DeadLetters:
             done += [token.decode() for token in answer]
         return done
 
-    def purge(self, tokens: Sequence[str]) -> int:
-        """Deletes dead letters for good; returns how many of them existed."""
-        count = 0
-        for part in chunks(iter(tokens), MAX_TOKENS_PER_COMMAND):
+    def purge(self, tokens: Sequence[str]) -> list[str]:
+        """Deletes dead letters for good; returns the tokens of those that existed."""
+        done: list[str] = []
+        for token in tokens:
             with self._client.pipeline() as pipe:
-                pipe.hdel(self._keys.dead_messages, *part)
-                pipe.hdel(self._keys.dead, *part)
-                count += pipe.execute()[1]
-        return count
+                pipe.hdel(self._keys.dead_messages, token)
+                pipe.hdel(self._keys.dead, token)
+                done += [token] if pipe.execute()[1] else []
+        return done
 
     def _read(self, token: str, value: bytes) -> DeadLetter:
         key, _, letter = value.partition(b"\0")

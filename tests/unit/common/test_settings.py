@@ -44,9 +44,9 @@ def test_settings_of_several_sources_are_merged(monkeypatch: pytest.MonkeyPatch)
     toml('[models.embed]\nkind = "embedding"\nmodel = "x"\ndtype = "fp16"')
     monkeypatch.setenv("BATCHERY_MODELS__EMBED__DTYPE", "bf16")
     monkeypatch.setenv("BATCHERY_MAX_WAIT_MS", "2.5")
-    settings = Settings.load({"batchery_prefetch_batches": 5}, max_batch_size=7)
+    settings = Settings.load({"batchery_cache_ttl_s": 5}, max_batch_size=7)
     assert settings.models["embed"] == ModelSettings(kind="embedding", model="x", dtype="bf16")
-    assert (settings.max_wait_ms, settings.prefetch_batches, settings.max_batch_size) == (2.5, 5, 7)
+    assert (settings.max_wait_ms, settings.cache_ttl_s, settings.max_batch_size) == (2.5, 5, 7)
 
 
 def test_a_variable_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_variable_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHERY_SETTINGS_FILE", "other.toml")
     assert Settings.load().max_batch_size == 4
     monkeypatch.setenv("BATCHERY_SETTINGS_FILE", "not-there.toml")
-    assert "there is no file 'not-there.toml'" in complaint()
+    assert complaint().startswith("not-there.toml: there is no such file; ")
 
 
 # Devices, classes, aliases, URLs
@@ -163,7 +163,6 @@ def test_what_is_no_url_is_refused_and_no_password_shown(name: str) -> None:
         ("max_wait_ms", -1),
         ("max_wait_ms", 1e9),
         ("max_wait_ms", float("nan")),
-        ("completion_threads", 65),
         ("redis_url", 7),
         ("models", []),
     ],
@@ -286,7 +285,7 @@ def test_a_broken_file_is_named(content: str | bytes) -> None:
 
 def test_a_folder_in_the_place_of_the_file_is_refused() -> None:
     Path("batchery.toml").mkdir()
-    assert complaint().startswith("batchery.toml: it is no file; ")
+    assert complaint().startswith("batchery.toml: there is no such file; ")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX permissions")

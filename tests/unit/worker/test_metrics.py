@@ -71,13 +71,13 @@ def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     metrics = Metrics()
     for items in (1, 2, 3, 4, 5, 64, 65):
         metrics.batch_done(batch(items), items)
-    assert metrics.snapshot()["batch_sizes"] == {
-        "<=1": 1,
-        "<=2": 1,
-        "<=4": 2,
-        "<=8": 1,
-        "<=64": 1,
-        "<=128": 1,
+    assert metrics.snapshot()["tasks"]["shout"]["batch_sizes"] == {
+        "1.0": 1,
+        "2.0": 1,
+        "4.0": 2,
+        "8.0": 1,
+        "64.0": 1,
+        "128.0": 1,
     }
 
 
@@ -162,8 +162,8 @@ def test_each_task_has_sums_of_its_own() -> None:
     shout, embed = metrics.tasks["shout"], metrics.tasks["embed"]
     assert (shout.batches, shout.items, shout.forward_ms, shout.tokens) == (2, 7, 11, 150)
     assert shout.outcomes == {"succeeded": 4, "failed": 1, "shed": 1}
-    assert shout.batch_sizes == {"<=4": 2}
-    assert (embed.batches, embed.outcomes, embed.batch_sizes) == (1, {"succeeded": 1}, {"<=1": 1})
+    assert shout.batch_sizes == {4: 2}
+    assert (embed.batches, embed.outcomes, embed.batch_sizes) == (1, {"succeeded": 1}, {1: 1})
 
 
 def test_waits_count_from_when_jobs_were_sent() -> None:

@@ -24,6 +24,9 @@ LEAD_PREPARATIONS = 2.0
 #: After so many times the longest time of late nobody knows when a batch ends.
 OVERDUE_FACTOR = 1.5
 
+#: Batches of each task that a device holds ahead of short ones; else it is one.
+AHEAD_BATCHES = 2
+
 
 @dataclass(slots=True)
 class _Times:

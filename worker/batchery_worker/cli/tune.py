@@ -57,7 +57,6 @@ def measure(
     served: LoadedModel,
     items: Sequence[Any],
     limit_s: float,
-    report: Callable[[str], None],
     max_batch_tokens: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
@@ -67,7 +66,6 @@ def measure(
         served: The model, as a worker has it.
         items: Prepared, and all of them fit to run; at least one.
         limit_s: How long all of it may take, in seconds.
-        report: Gets a line for each trial.
         max_batch_tokens: Of a pass; None for the default of the device.
         clock: Seconds, on any scale.
 
@@ -96,7 +94,8 @@ def measure(
     for number in range(ROUNDS):
         for size, each in trials.items():
             each.append(run(size, items, limit_s / (ROUNDS * len(SIZES))))
-            report(f"{number + 1} of {ROUNDS}: batches of {size}: {each[-1][0]:,.1f} items/s")
+            rate = f"{each[-1][0]:,.1f} items/s"
+            click.echo(f"{number + 1} of {ROUNDS}: batches of {size}: {rate}", err=True)
     return [
         {
             "max_batch_size": size,
@@ -158,8 +157,7 @@ def tune(
         raise StartError(f"model {name!r}: none of {len(texts)} texts is fit to run")
     served = LoadedModel(name, model, device, find_memory(device))
     max_batch_tokens = task.max_batch_tokens or settings.max_batch_tokens
-    told = lambda line: click.echo(line, err=True)  # noqa: E731
-    rows = measure(served, items, seconds, told, max_batch_tokens)
+    rows = measure(served, items, seconds, max_batch_tokens)
     figures = served.figures()
     learned = figures["max_batch_tokens"] if figures["chosen_by"] == "memory" else None
     mean_tokens = statistics.fmean(map(model.tokens, items))

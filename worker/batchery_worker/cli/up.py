@@ -1,23 +1,18 @@
-"""`batchery up`: Redis, a worker, Flower and the HTTP gateway in one terminal."""
+"""`batchery up`: Redis, a worker and the HTTP gateway in one terminal."""
 
 import signal
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
 from batchery.cli.app import DEFAULT_APP, masked
-from batchery.cli.console import Interrupt
 from batchery.errors import SettingsError
 from batchery.settings import Settings
 from batchery_worker.devstack.stack import Stack
 
 #: Colours of the prefixes.
-COLOURS = {"redis": "red", "worker": "green", "flower": "magenta", "gateway": "blue", "up": "white"}
-
-#: How much longer than a device all may take to be ready, in seconds.
-START_MARGIN_S = 60.0
+COLOURS = {"redis": "red", "worker": "green", "gateway": "blue", "up": "white"}
 
 NO_MODELS = """\
 no models configured: write a file batchery.toml here, such as
@@ -36,52 +31,35 @@ _printing = threading.Lock()
 @click.argument("worker_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORKER_OPTION...]")
 @click.option("-A", "--app", default=DEFAULT_APP, help="The Celery app.")
 @click.option("--redis", "redis_url", metavar="URL", help="A Redis of yours, not a private one.")
-@click.option(
-    "--data",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Keep the private Redis's data in this directory.",
-)
-@click.option(
-    "--flower-port", type=click.IntRange(0, 65535), default=5555, help="On 127.0.0.1; 0 is any."
-)
-@click.option("--no-flower", is_flag=True, help="Run without Flower.")
 @click.option("--no-gateway", is_flag=True, help="Run without the HTTP gateway.")
 def up(
     *,
     worker_options: Sequence[str],
     app: str,
     redis_url: str | None,
-    data: Path | None,
-    flower_port: int,
-    no_flower: bool,
     no_gateway: bool,
 ) -> None:
-    """Run Redis, a worker, Flower and the HTTP gateway in this terminal.
+    """Run Redis, a worker and the HTTP gateway in this terminal.
 
-    The Redis is a private one, unless --redis or the setting redis_url names another. Flower and
-    the gateway get another port if theirs is taken. What stands behind -- goes to `celery worker`,
+    The Redis is a private one, unless --redis or the setting redis_url names another. The gateway
+    gets another port if its own is taken. What stands behind -- goes to `celery worker`,
     such as -Q and -c. What to export for other commands is printed once all are ready. Ctrl-C stops
     all in order; a second Ctrl-C kills.
     """
-    if redis_url and data:
-        raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
     settings = Settings.load()
     if app == DEFAULT_APP and not settings.models:
         raise SettingsError(NO_MODELS)
-    if not data and "redis_url" in settings.model_fields_set:
+    if "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
     stack = Stack(
         app,
         redis_url=redis_url or "",
-        data=data,
-        flower=not no_flower,
-        flower_port=flower_port,
         gateway=not no_gateway,
         worker_arguments=["--loglevel=INFO", *worker_options],
         on_line=print_line,
-        start_timeout_s=settings.device_start_timeout_s + START_MARGIN_S,
     )
-    with Interrupt(signal.SIGHUP, at_once=True), stack:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with stack:
         try:
             click.echo(summary(stack, app, next(iter(settings.models), None), redis_url is None))
             stack.wait()
@@ -110,7 +88,6 @@ def summary(stack: Stack, app: str, model: str | None, is_private: bool) -> str:
     submit = f"  batchery submit texts.txt --task {model} -o results.jsonl\n" if is_default else ""
     return (
         f"\nRedis    {url}"
-        f"\nFlower   {stack.flower_url or 'does not run'}"
         f"\nGateway  {stack.gateway_url or 'does not run'}"
         "\n\nIn another terminal; Ctrl-C here stops all:\n"
         + "".join(f"  export {name}={url}\n" for name in names if is_private)

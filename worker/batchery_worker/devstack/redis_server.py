@@ -1,6 +1,5 @@
 """A private redis-server for demos, tests and use on one machine; it ends with its owner."""
 
-import fcntl
 import importlib.util
 import os
 import secrets
@@ -12,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from redis.exceptions import BusyLoadingError, RedisError
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
 
-from batchery.cli.app import connect
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
-#: How long redis-server may take to start, in seconds, without the time to read its data.
+#: How long redis-server may take to start, in seconds, and to read its data.
 START_TIMEOUT_S = 30.0
 
 #: How long one answer of the starting server may take, in seconds; then we check that it lives.
@@ -26,9 +27,6 @@ ANSWER_TIMEOUT_S = 0.5
 
 #: How long redis-server may take to end, in seconds; then it is killed. Its data is on disk.
 STOP_TIMEOUT_S = 10.0
-
-#: How long to wait for another server that uses the directory, in seconds: it may be stopping.
-LOCK_TIMEOUT_S = 2.0
 
 #: Pause between two polls, in seconds.
 POLL_S = 0.02
@@ -107,8 +105,9 @@ class EmbeddedRedis:
         """Prepares a server; `start` starts it.
 
         Args:
-            directory: Directory of its data, which the next server finds again; created if missing.
-                None for a temporary directory, which is removed at the end.
+            directory: Directory of its data, which the next server finds again; created if missing,
+                and of no other server at that time. None for a temporary directory, which is
+                removed at the end.
             on_line: Called with each line of the server's log, from a thread.
         """
         self._given = None if directory is None else directory.expanduser().absolute()
@@ -120,8 +119,8 @@ class EmbeddedRedis:
         """Starts the server and waits until it answers.
 
         Raises:
-            RedisUnavailable: There is no redis-server, the directory cannot be used or another
-                server uses it, or the server does not start; the text has the reason.
+            RedisUnavailable: There is no redis-server, the directory cannot be used, or the server
+                does not start; the text has the reason.
         """
         binary, self.port = find_redis_server(), free_port()
         self.url = f"redis://:{self.password}@127.0.0.1:{self.port}/0"
@@ -151,56 +150,31 @@ class EmbeddedRedis:
 
     def _launch(self, binary: Path, directory: Path) -> GuardedProcess:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _lock(directory)
-        try:
-            config = directory / "redis.conf"
-            config.unlink(missing_ok=True)
-            config.touch(mode=0o600)
-            config.write_text(CONFIG.format(port=self.port, password=self.password))
-            # A relative path, because the directory's name might need quoting.
-            return GuardedProcess(
-                [str(binary), config.name],
-                cwd=directory,
-                remove=None if self._given else directory,
-                pass_fds=(lock,),
-                umask=0o077,
-                on_line=self._on_line,
-            )
-        finally:
-            os.close(lock)
-
-
-def _lock(directory: Path) -> int:
-    """Locks the directory until every process with the descriptor has ended.
-
-    So it is free when the server is gone, not when its owner is.
-    """
-    descriptor = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                os.close(descriptor)
-                raise RedisUnavailable(
-                    f"another Redis runs in {directory}: stop it, or give another directory"
-                ) from None
-        time.sleep(POLL_S)
+        config = directory / "redis.conf"
+        config.unlink(missing_ok=True)
+        config.touch(mode=0o600)
+        config.write_text(CONFIG.format(port=self.port, password=self.password))
+        # A relative path, because the directory's name might need quoting.
+        return GuardedProcess(
+            [str(binary), config.name],
+            cwd=directory,
+            remove=None if self._given else directory,
+            umask=0o077,
+            on_line=self._on_line,
+        )
 
 
 def _answers(process: GuardedProcess, url: str) -> bool:
     """Waits for the first answer; False if somebody else has taken the port."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    with connect(url, ANSWER_TIMEOUT_S) as client:
+    with Redis.from_url(
+        url, socket_timeout=ANSWER_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
+    ) as client:
         while process.poll() is None:
             try:
                 client.ping()
                 return True
-            except BusyLoadingError:
-                deadline_s = time.monotonic() + START_TIMEOUT_S
-            except RedisError:
+            except RedisError:  # It may also be reading its data.
                 pass
             if time.monotonic() > deadline_s:
                 process.kill()

@@ -1,5 +1,6 @@
-"""Redis, a worker, Flower and the HTTP gateway as child processes, for `batchery up`."""
+"""Redis, a worker and the HTTP gateway as child processes, for `batchery up`."""
 
+import contextlib
 import importlib.util
 import os
 import secrets
@@ -12,12 +13,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from batchery.cli.app import DEFAULT_APP, check_redis
-from batchery.cli.health import ask
 from batchery.errors import StartError
 from batchery.settings import Settings
-from batchery.valkey import redis_url as as_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess, python_command
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 
@@ -31,20 +31,14 @@ READY = "batchery up: the worker is ready"
 #: else has no limit: the worker finishes what it runs.
 GRACE_S = 10.0
 
-#: How long all but Redis may take to be ready, in seconds; devices load models in that time.
-START_TIMEOUT_S = 660.0
-
 #: Pause between two polls of the child processes, in seconds.
 POLL_S = 0.2
 
 #: Address of what only this machine may reach.
 LOOPBACK = "127.0.0.1"
 
-#: What is not there without its extra -> the extra.
-EXTRAS = {"flower": ("flower", "monitor"), "gateway": ("fastapi", "gateway")}
-
-#: Who stops first: the gateway's callers wait for the worker, and Flower watches it to its end.
-STOP_ORDER = ("gateway", "worker", "flower", "redis")
+#: Who stops first: the gateway's callers wait for the worker.
+STOP_ORDER = ("gateway", "worker", "redis")
 
 #: Where Celery looks for a broker before it looks into an app.
 BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
@@ -52,51 +46,37 @@ BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_U
 
 @dataclass
 class Stack:
-    """Redis, a worker, Flower, the gateway; none of them outlives the process that started them.
+    """Redis, a worker, the gateway; none of them outlives the process that started them.
 
     ```python
     with Stack() as stack:
-        print(stack.redis_url, stack.flower_url)
+        print(stack.redis_url)
     ```
 
     Attributes:
         app: The Celery app, as for `celery -A`.
         redis_url: A Redis that runs already; empty for a private one, whose URL it is from its
             start on, with its password.
-        data: Where the private one keeps its data; None if its end may lose them.
-        flower: Whether Flower runs, if it is installed.
-        flower_port: Its port on 127.0.0.1; if somebody listens there, it gets a free one.
         gateway: Whether the HTTP gateway runs, if it is installed: at the address of the settings,
             and if somebody listens there, at a free port.
         worker_arguments: Further arguments of `celery worker`.
-        environment: More environment variables for all but Redis, such as settings.
-        on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log, from
-            threads.
-        start_timeout_s: How long all but Redis may take to be ready, in seconds.
-        flower_url: URL of Flower; None if it does not run.
+        on_line: Called with `redis`, `worker` or `gateway` and a line of its log, from threads.
         gateway_url: URL of the gateway; None if it does not run.
-        worker_name: Name of the worker, by which Flower and `celery inspect` know it.
-        processes: What was started, by `redis`, `worker`, `flower` and `gateway`.
+        worker_name: Name of the worker, by which `celery inspect` knows it.
+        processes: What was started, by `redis`, `worker` and `gateway`.
     """
 
     app: str = DEFAULT_APP
     _: KW_ONLY
     redis_url: str = ""
-    data: Path | None = None
-    flower: bool = True
-    flower_port: int = 5555
     gateway: bool = False
     worker_arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[str, str], None] = lambda _name, _line: None
-    start_timeout_s: float = START_TIMEOUT_S
-    flower_url: str | None = field(default=None, init=False)
     gateway_url: str | None = field(default=None, init=False)
     processes: dict[str, GuardedProcess] = field(default_factory=dict, init=False)
     _is_ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.redis_url = as_redis(self.redis_url)
         self.worker_name = f"batchery-{secrets.token_hex(3)}@{socket.gethostname()}"
 
     def start(self) -> Self:
@@ -104,23 +84,21 @@ class Stack:
 
         Raises:
             RedisUnavailable: No Redis answers at the URL, or none can be started.
-            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if the
-                worker's was 2, which means that the worker has logged the reason; else 1.
+            StartError: A process ended. The `exit_code` is 2 if the worker's was 2, which means
+                that the worker has logged the reason; else 1.
         """
         try:
             self._start_redis()
-            deadline_s = time.monotonic() + self.start_timeout_s
-            options = ["worker", "--task-events", f"--hostname={self.worker_name}"]
-            self._run("worker", WORKER, "-A", self.app, *options, *self.worker_arguments)
-            if self.flower and self._is_installed("flower"):
-                self._start_flower()
+            options = ["worker", f"--hostname={self.worker_name}", *self.worker_arguments]
+            self._run("worker", WORKER, "-A", self.app, *options)
             worker = self.processes["worker"]
-            self._wait_for("worker", lambda: READY in worker.tail(), deadline_s)
+            self._wait_until(lambda: READY in worker.tail())
             # Not before: it would find that a model which takes long to load has no worker.
-            if self.gateway and self._is_installed("gateway"):
+            if self.gateway and importlib.util.find_spec("fastapi") is None:
+                self.on_line("gateway", 'not installed: `pip install "batchery[gateway]"` adds it')
+            elif self.gateway:
                 self._start_gateway()
-            self._wait_for("flower", self._is_flower_ready, deadline_s)
-            self._wait_for("gateway", self._is_gateway_ready, deadline_s)
+                self._wait_until(lambda: _listens(self.gateway_url))
         except BaseException:
             self.stop()
             raise
@@ -133,23 +111,20 @@ class Stack:
         Raises:
             StartError: A process ended; as for `start`.
         """
-        while True:
-            self._check_alive()
-            time.sleep(POLL_S)
+        self._wait_until(lambda: False)
 
     def stop(self) -> None:
-        """Stops the gateway, the worker once it has finished what it runs, Flower, then the Redis.
+        """Stops the gateway, the worker once it has finished what it runs, then the Redis.
 
         A `KeyboardInterrupt` meanwhile kills them all at once, and is raised again.
         """
+        # Without its Redis a worker would wait for it.
         redis = self.processes.get("redis")
         is_orderly = self._is_ready and (redis is None or redis.poll() is None)
-        self._is_ready = False
         try:
             for name in STOP_ORDER:
                 if name in self.processes:
-                    has_limit = name == "redis" or not is_orderly
-                    self.processes[name].stop(GRACE_S if has_limit else None)
+                    self.processes[name].stop(None if is_orderly and name != "redis" else GRACE_S)
         except BaseException:
             for process in self.processes.values():
                 process.kill()
@@ -165,23 +140,15 @@ class Stack:
         if self.redis_url:
             check_redis(self.redis_url)
             return
-        redis = EmbeddedRedis(self.data, on_line=partial(self.on_line, "redis")).start()
+        redis = EmbeddedRedis(on_line=partial(self.on_line, "redis")).start()
         assert redis.process is not None
         self.processes["redis"], self.redis_url = redis.process, redis.url
-
-    def _start_flower(self) -> None:
-        port = free_port(LOOPBACK, self.flower_port)
-        options = ["flower", f"--address={LOOPBACK}", f"--port={port}"]
-        # Who can reach 127.0.0.1 can also reach the Redis: a password protects nothing.
-        variables = {"FLOWER_UNAUTHENTICATED_API": "true"}
-        self._run("flower", "celery", "-A", self.app, *options, variables=variables)
-        self.flower_url = f"http://{LOOPBACK}:{port}"
 
     def _start_gateway(self) -> None:
         settings = Settings.load().gateway
         host, port = settings.host, free_port(settings.host, settings.port)
         variables, folder = {}, None
-        if "files" not in settings.model_fields_set and not self.data and "redis" in self.processes:
+        if "files" not in settings.model_fields_set and "redis" in self.processes:
             # What a private Redis knows of them goes with it.
             folder = Path(tempfile.mkdtemp(prefix="batchery-files-"))
             variables = {"BATCHERY_GATEWAY__FILES": str(folder)}
@@ -190,13 +157,6 @@ class Stack:
         self._run("gateway", "batchery", *options, variables=variables, remove=folder)
         shown = LOOPBACK if host in ("0.0.0.0", "::", "") else host
         self.gateway_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-
-    def _is_installed(self, name: str) -> bool:
-        module, extra = EXTRAS[name]
-        if importlib.util.find_spec(module) is None:
-            self.on_line(name, f'not installed: `pip install "batchery[{extra}]"` adds it')
-            return False
-        return True
 
     def _run(
         self,
@@ -214,38 +174,29 @@ class Stack:
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 **(variables or {}),
-                **self.environment,
                 **dict.fromkeys((*BROKERS, backend), self.redis_url),
             },
             remove=remove,
             on_line=partial(self.on_line, name),
         )
 
-    def _wait_for(self, name: str, is_ready: Callable[[], bool], deadline_s: float) -> None:
-        while name in self.processes and not is_ready():
+    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
+        while not is_ready():
             self._check_alive()
-            if time.monotonic() > deadline_s:
-                error = StartError(f"{name} was not ready after {self.start_timeout_s:g} s")
-                error.exit_code = 1
-                raise error
             time.sleep(POLL_S)
-
-    def _is_flower_ready(self) -> bool:
-        """Whether it has received an event of the worker: from then on it misses no job."""
-        status, said = ask(str(self.flower_url), "/workers?json=1")
-        if self.worker_name in said or status not in (0, 200):  # It may ask for a password.
-            # It asks workers when it starts, which is too early, so it must ask again.
-            ask(str(self.flower_url), "/api/workers?refresh=1")
-            return True
-        return False
-
-    def _is_gateway_ready(self) -> bool:
-        return ask(str(self.gateway_url), "/health")[0] != 0
 
     def _check_alive(self) -> None:
         for name, process in self.processes.items():
             if process.poll() is not None:
                 raise _ended(name, process.wait(), process.tail())
+
+
+def _listens(url: str | None) -> bool:
+    """Whether somebody listens at a URL."""
+    address = urlsplit(url or "")
+    with contextlib.suppress(OSError), socket.create_connection((address.hostname, address.port)):
+        return True
+    return False
 
 
 def _ended(name: str, code: int, log: str) -> StartError:

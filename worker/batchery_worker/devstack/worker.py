@@ -50,8 +50,7 @@ def say_ready(sender: Any, **_: Any) -> None:
 
 def _await_devices(consumer: Any) -> None:
     fleet = getattr(consumer.controller, "fleet", None)
-    devices = getattr(consumer.pool, "devices", None) if fleet is None else fleet.devices
-    while not all(device.ready_s for device in devices or ()):
+    while fleet is not None and not all(device.ready_s for device in fleet.devices):
         time.sleep(LOOK_S)
     os.write(STDOUT, f"{READY}\n".encode())
 

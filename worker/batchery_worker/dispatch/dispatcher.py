@@ -22,7 +22,7 @@ from batchery.task import BatchTask
 from batchery.transport.dead_letters import find_queue
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.batch import DeviceBatch
-from batchery_worker.batching.batch_times import BatchTimes
+from batchery_worker.batching.batch_times import AHEAD_BATCHES, BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility, piece_context
 from batchery_worker.commit.listeners import call_before, listens_before
@@ -202,7 +202,7 @@ class Dispatcher:
             batches = held.free_slots or self._count_turns(name)
         elif self._wants_batch(monotonic()) or self._wants_urgent(name):
             is_ahead = held.in_turn and self._times.are_short(sizes)
-            batches = 1 + self._settings.prefetch_batches * bool(is_ahead)
+            batches = 1 + AHEAD_BATCHES * bool(is_ahead)
         else:
             return 0
         count = self._scheduler.count

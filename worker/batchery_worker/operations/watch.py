@@ -10,9 +10,7 @@ device, and its jobs run again.
 """
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from batchery.errors import StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.protocol.figures import BatchFigures, HealthFigures, WorkerFigures, read_figures
-from batchery.settings import MetricsSettings, Settings
+from batchery.settings import Settings
 from batchery.transport.membership import BEATS_PER_EXPIRY
 from batchery_worker.device_pool.process import State
 from batchery_worker.remote_control import collect_figures
@@ -40,13 +38,6 @@ MAX_MISSED_BEATS = 3
 #: After so much time without Redis a worker is not live, in seconds.
 REDIS_GRACE_S = 600.0
 
-#: After so much time in which its event loop did nothing else a worker is not ready, in seconds.
-MAX_STILL_S = 30.0
-
-#: How often the lag of the event loop is measured, in seconds; and how many times are remembered.
-TICK_S = 1.0
-MAX_TICKS = 15
-
 
 class WorkerWatch:
     """Looks at a worker; from any thread, unless a method says otherwise."""
@@ -55,8 +46,6 @@ class WorkerWatch:
         self._worker = worker
         self._started_at_s = round(time(), 3)
         self._max_pass_s = settings.max_pass_s
-        self._lags_s: deque[float] = deque(maxlen=MAX_TICKS)
-        self._ticked_s = 0.0
 
     def judge(self) -> tuple[str, str]:
         """Why the worker is not live, and why it is not ready; empty if it is."""
@@ -64,8 +53,6 @@ class WorkerWatch:
         not_live, not_ready = self._judge_devices(fleet.devices if fleet is not None else ())
         if not self._is_connected():
             not_ready.append("the worker does not consume its queues")
-        if (still_s := self._find_still_s()) > MAX_STILL_S:
-            not_ready.append(f"the event loop has stood still for {still_s:.0f} s")
         if fleet is not None and (beats := fleet.beats.serving) is not None:
             unheard_s = 0.0 if beats.beat_s is None else monotonic() - beats.beat_s
             if unheard_s > REDIS_GRACE_S:
@@ -97,45 +84,10 @@ class WorkerWatch:
             and consumer.blueprint.state == bootsteps.RUN  # type: ignore[attr-defined]
         )
 
-    def figures(self) -> dict[str, Any]:
-        """What remote control answers besides the figures of the pool."""
-        return {"health": asdict(self._build_health()), "loop_lag_s": self._find_lag_s()}
-
-    def _build_health(self) -> HealthFigures:
+    def check_health(self) -> HealthFigures:
+        """What remote control and the metrics say of it."""
         not_live, not_ready = self.judge()
         return HealthFigures(not not_live, not not_ready, self._started_at_s)
-
-    def measure_lag(self, loop: Any) -> None:
-        """Measures how late an event loop is, from now on; again after each reconnect."""
-        self._ticked_s = monotonic()
-        loop.call_repeatedly(TICK_S, self._tick)
-
-    def _find_still_s(self) -> float:
-        """For how long the event loop has stood still; 0 where nobody measures it."""
-        return max(0.0, monotonic() - self._ticked_s - TICK_S) if self._ticked_s else 0.0
-
-    def _find_lag_s(self) -> float | None:
-        """How late the event loop was lately, or is now; None where nobody measures it."""
-        return max((self._find_still_s(), *self._lags_s)) if self._ticked_s else None
-
-    def _tick(self) -> None:
-        now_s = monotonic()
-        self._lags_s.append(max(0.0, now_s - self._ticked_s - TICK_S))
-        self._ticked_s = now_s
-
-    def open_port(self, settings: MetricsSettings) -> "Port":
-        """The worker's port, which is to be started.
-
-        Raises:
-            StartError: The address is taken, or the extra `metrics` is not installed.
-        """
-        from batchery.operations.port import Port
-
-        return Port(
-            *(settings.host, settings.port or 0, self.collect),
-            lambda: self.judge()[0],
-            lambda: self.judge()[1],
-        )
 
     def collect(self) -> "Iterator[Metric]":
         """The worker's metrics; from any thread but that of the event loop."""
@@ -147,8 +99,7 @@ class WorkerWatch:
             figures = read_figures(collect_figures(self._worker.consumer) or {})
         if figures is None:
             # The devices load their models, or there are none.
-            figures = WorkerFigures({}, BatchFigures(), monotonic())
-        figures.health, figures.loop_lag_s = self._build_health(), self._find_lag_s()
+            figures = WorkerFigures({}, BatchFigures(), monotonic(), health=self.check_health())
         workers = {str(self._worker.hostname): figures}
         yield from collect_sums(figures.batches)
         yield from collect_workers(workers)
@@ -163,16 +114,24 @@ class WatchStep(_Step):  # type: ignore[misc]
 
     requires = ("batchery_worker.bootstep:BatchStep",)
 
+    _port: "Port | None" = None
+
     def create(self, parent: Any) -> None:
         """Called by Celery with its `WorkController`; a port that is taken ends the worker."""
         settings = get_installation(parent.app).settings
         self._watch = parent.watch = WorkerWatch(parent, settings)
-        self._port: Port | None = None
         # The gateway's own worker has the settings of others, and would take their port.
         is_gateways = set(parent.app.amqp.queues.consume_from) == {JOBS_QUEUE}
         if settings.metrics.port is not None and not is_gateways:
             try:
-                self._port = self._watch.open_port(settings.metrics)
+                # It needs the extra `metrics`.
+                from batchery.operations.port import Port
+
+                self._port = Port(
+                    *(settings.metrics.host, settings.metrics.port, self._watch.collect),
+                    lambda: self._watch.judge()[0],
+                    lambda: self._watch.judge()[1],
+                )
             except StartError as error:
                 logger.critical("%s", error)
                 raise SystemExit(error.exit_code) from None
@@ -182,8 +141,3 @@ class WatchStep(_Step):  # type: ignore[misc]
         """Called by Celery once the pool has started: its processes must not inherit a thread."""
         if self._port is not None:
             self._port.start()
-
-    def register_with_event_loop(self, parent: Any, loop: Any) -> None:  # noqa: ARG002 - Celery's
-        """Called by Celery with each event loop that is about to run."""
-        if self._port is not None:
-            self._watch.measure_lag(loop)

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from celery import Celery
 from click.testing import CliRunner
-from kombu import Queue
 
 from batchery import SettingsError
 from batchery.cli.acl import ROLES, acl, name_keys
-
-EXPIRES = {"x-expires": 9000}
 
 
 def make_app(**conf: Any) -> Celery:
@@ -54,13 +51,6 @@ def test_a_priority_is_between_characters_that_cannot_be_printed() -> None:
     assert not known.fullmatch("embed-v2")
     # No pattern may have white space.
     assert "~my[^!-~]queue" in name_keys(make_app(), ["my queue"])["waiting"].split()
-
-
-def test_a_client_may_let_queues_expire_where_the_app_does() -> None:
-    queues = [Queue("a"), Queue("b", expires=9), Queue("c", queue_arguments=EXPIRES)]
-    for queue in queues:
-        keys = name_keys(make_app(task_queues=[queue]), [queue.name])
-        assert ("+pexpire" in keys["more"].split()) is (queue.name != "a")
 
 
 def test_queues_are_those_of_modules_that_only_a_worker_imports(

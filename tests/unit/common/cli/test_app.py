@@ -1,11 +1,15 @@
 """The app that a command line names, and URLs that nobody can use."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from celery import Celery
 
 from apps import shop
+from batchery import AsyncClient, Client
 from batchery.cli.app import check_backend, check_broker, check_redis, load_app, masked
-from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError
+from batchery.errors import AppNotImportable, SettingsError
 
 
 def test_an_app_is_found_as_celery_finds_it() -> None:
@@ -38,9 +42,12 @@ def test_a_url_that_celery_cannot_use_is_one_error(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "", "redis://h:port/0"])
-def test_what_is_no_url_of_a_redis_says_how_to_write_one(url: str) -> None:
-    with pytest.raises(RedisUnavailable, match="redis://HOST:PORT/0"):
-        check_redis(url)
+@pytest.mark.parametrize(
+    "make", [check_redis, Client, AsyncClient, partial(load_app, "batchery.app")]
+)
+def test_a_url_that_is_none_is_one_line(make: Callable[[str], object], url: str) -> None:
+    with pytest.raises(SettingsError, match="the URL of Redis: "):
+        make(url)
 
 
 def test_other_brokers_and_backends_and_sentinels_are_left_to_celery() -> None:

@@ -35,21 +35,6 @@ def test_first_signal_is_noted_and_the_second_one_raises() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_may_raise_at_once() -> None:
-    with Interrupt(signal.SIGUSR1, at_once=True), pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGUSR1)
-
-
-def test_signal_that_nohup_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interrupt(signal.SIGHUP) as interrupt:
-            signal.raise_signal(signal.SIGHUP)
-            assert not interrupt()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_names_of_others_are_no_markup_and_lines_have_no_spaces_at_their_end() -> None:
     table = Table("name")
     table.add_row("[bold]x[/nothing]")

@@ -1,6 +1,5 @@
 """The `batchery` command: its help, and errors in one line."""
 
-import json
 import tomllib
 
 import click
@@ -113,16 +112,3 @@ def test_key_of_any_name_is_a_table_of_the_settings(name: str) -> None:
     done = run("key", name)
     table = tomllib.loads(done.stdout.partition("For batchery.toml:\n")[2])
     assert (done.exit_code, [*table["gateway"]["keys"]]) == (0, [name])
-
-
-@pytest.mark.parametrize("url", ["http://host:99999", "http://[::1", "http://host:port", "host"])
-def test_probe_of_what_is_no_url_is_refused(url: str) -> None:
-    done = run("health", "--url", url)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert json.dumps(url)[1:-1] in done.stderr
-
-
-def test_probe_of_a_host_that_cannot_be_is_no_defect() -> None:
-    done = run("health", "--url", "http://a..b")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("http://a..b does not answer: ")

@@ -1,4 +1,4 @@
-"""What `batchery stats` makes of the answers of workers: rates, JSON, tables, tasks."""
+"""What `batchery stats` makes of the answers of workers: JSON, tables, tasks."""
 
 import json
 from dataclasses import replace
@@ -35,27 +35,16 @@ def survey(**workers: Any) -> Survey:
     return Survey(workers, {"embed": 1234}, oldest_s={"embed": 12.5})
 
 
-BEFORE = survey(one=figures(clock_s=100.0, jobs=100, items=1000))
 NOW = survey(one=figures(clock_s=102.0, jobs=140, items=1500))
 NO_BATCHES = survey(one={"error": "runs no batches"})
 
 
-def drawn(now: Survey, before: Survey | None = None) -> list[str]:
-    return [" ".join(line.split()) for line in render(draw(now, before), 200).splitlines()]
+def drawn(now: Survey) -> list[str]:
+    return [" ".join(line.split()) for line in render(draw(now), 200).splitlines()]
 
 
-def test_rates_are_growth_per_second_of_the_worker_s_clock() -> None:
-    assert NOW.rates("one", BEFORE) == {
-        "jobs_per_s": 20.0,
-        "items_per_s": 250.0,
-        "batches_per_s": 2.0,
-        "failed_jobs_per_s": 0.0,
-    }
-
-
-def test_the_report_is_json_with_rates_and_queues() -> None:
-    report = json.loads(json.dumps(NOW.report(BEFORE)))
-    assert report["workers"]["one"]["rates"]["items_per_s"] == 250
+def test_the_report_is_json_with_queues() -> None:
+    report = json.loads(json.dumps(NOW.report()))
     assert report["workers"]["one"]["batches"]["jobs"] == 140
     del report["workers"]
     assert report == {
@@ -65,23 +54,21 @@ def test_the_report_is_json_with_rates_and_queues() -> None:
         "oldest_s": {"embed": 12.5},
         "tasks": [],
     }
-    assert NOW.report()["workers"]["one"]["rates"] is None
     assert NO_BATCHES.report()["workers"]["one"] == {"error": "runs no batches"}
 
 
 def test_tables_show_the_figures_of_a_worker_and_the_queues() -> None:
-    lines = drawn(replace(NOW, unserved={"embed"}), BEFORE)
+    lines = drawn(replace(NOW, unserved={"embed"}))
     done = "jobs 140, items 1,500, batches 14, batch size 107.1, padding waste 4.0 %"
     assert {
         "device cuda:0 ready, pid 7, load 1.5 s, batches in flight 2",
         "waiting here waiting 3, oldest waiting 0.2 s",
-        "now jobs 20.0/s, items 250.0/s, batches 2.0/s",
         f"done {done}",
         "a batch took waited 12.0 ms, forward 9.0 ms",
         "embed 1,234 no worker serves it",
     } <= set(lines), lines
     before_the_first = drawn(survey(one=figures(jobs=0, items=0, waiting=0, oldest_waiting_s=None)))
-    assert {"waiting here -", "now -", "done -", "embed 1,234"} <= set(before_the_first)
+    assert {"waiting here -", "done -", "embed 1,234"} <= set(before_the_first)
 
 
 def test_tables_show_models_costs_reasons_and_caches() -> None:
@@ -122,17 +109,14 @@ def test_tables_show_models_costs_reasons_and_caches() -> None:
 def test_who_gives_no_figures_is_named_with_the_reason() -> None:
     odd = survey(two={"error": "lives, and has not answered"}, odd={"batches": "many"})
     assert {
-        "one: no answer",
         "two: lives, and has not answered",
         "odd: answers with something else",
-    } <= set(drawn(odd, BEFORE))
+    } <= set(drawn(odd))
     assert any(line.startswith("no worker answers") for line in drawn(survey()))
 
 
-def test_dead_letters_and_jobs_of_dead_workers_have_a_line() -> None:
-    lines = drawn(Survey({}, {}, 1234, orphaned={"embed": 7}))
-    assert "dead letters: 1,234; see `batchery dead list`" in lines
-    assert any(line.startswith("7 of these jobs are held by dead workers") for line in lines)
+def test_dead_letters_have_a_line() -> None:
+    assert "dead letters: 1,234; see `batchery dead list`" in drawn(Survey({}, {}, 1234))
     assert not any("dead" in line for line in drawn(Survey({}, {}, 0)))
 
 
@@ -191,7 +175,7 @@ def test_job_without_a_time_of_sending_ages_as_long_as_it_is_next() -> None:
     assert age(b"2") == 0
 
 
-@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("seconds", ["inf", "-1"])
 def test_a_look_takes_a_time_that_has_an_end(seconds: str) -> None:
     result = CliRunner().invoke(stats.stats, ["--timeout", seconds])
     assert (result.exit_code, "Invalid value for '--timeout'" in result.output) == (2, True)

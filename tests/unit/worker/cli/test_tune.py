@@ -54,7 +54,7 @@ def measure(
     """The rows, the token budget as it was learned, and how long it took."""
     clock = Clock()
     served = LoadedModel("priced", Priced(clock, **price), "cpu", Memory(), clock=clock)
-    rows = command.measure(served, items, limit_s, lambda _: None, 8192, clock)
+    rows = command.measure(served, items, limit_s, 8192, clock)
     return rows, served.figures()["max_batch_tokens"], clock.now_s
 
 
