@@ -265,8 +265,10 @@ def _report(call: TaskCall, traced: tuple[bool, Any, float]) -> None:
 
 def _fail(call: TaskCall, error: BaseException) -> None:
     """Has Celery's request store a failure, with no more than class and text of what was raised."""
-    plain = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
-    call.request.on_failure(ExceptionInfo((ItemFailed, plain, None)))
+    try:
+        raise ItemFailed(f"{type(error).__name__}: {error_text(error)}")
+    except ItemFailed:
+        call.request.on_failure(ExceptionInfo())
 
 
 def _give_back(call: TaskCall) -> None:
