@@ -1,1 +1,1 @@
-"""The slow way: Celery's own tracer completes a job, on threads of the main process."""
+"""The slow way: Celery's own tracer completes a job, on threads of its device."""

@@ -197,7 +197,10 @@ class Dispatcher:
         """
         if self._is_over or self._is_blocked:
             return 0
-        held, name = self.held, self._settings.find_class(level)
+        held = self.held
+        if not (held.slots or held.batches or self._scheduler.holds_any):
+            return sum(sizes.values())
+        name = self._settings.find_class(level)
         if held.slots:
             batches = held.free_slots or self._count_turns(name)
         elif self._wants_batch(monotonic()) or self._wants_urgent(name):

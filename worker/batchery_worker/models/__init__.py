@@ -1,1 +1,1 @@
-"""The built-in kinds of model. Only this package and `device.py` import torch."""
+"""The built-in kinds of model. Only this package and `device/` may import torch."""
