@@ -294,7 +294,7 @@ def test_modules_of_the_folder_do_not_hide_pythons_own(start_up: StartUp, tmp_pa
 
 
 def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -> None:
-    up = start_up("-A", "no_such_app")
+    up = start_up("-A", "no_such_app", "--no-flower")
     assert up.ended() == 2
     reason = "The module no_such_app was not found."
     assert f"worker  | {reason}\n" in up.log

@@ -178,7 +178,8 @@ class Feed:
         self._accept = prepare_accept_content(app.conf.accept_content)
 
         def is_here(task: BatchTask) -> bool:
-            is_its = setup.task == task.name if task.slots else setup.serves(task.name)
+            name = task.name
+            is_its = name == setup.task if task.slots else name not in setup.elsewhere
             return is_its or jobs.is_handed
 
         pool = CallPool(self.dispatcher.admit, self._cancel, jobs.limits)

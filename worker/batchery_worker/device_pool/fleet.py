@@ -12,9 +12,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -148,7 +150,8 @@ class Fleet:
         #: Told of each message of a device, and of each end.
         self.changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
-        self._woken = threading.Event()
+        #: What wakes the thread that watches; a handler of signals may put something in, too.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
         #: Whether no process is started any more; whether the worker ends; whether that is over.
         self._is_ending = self._is_leaving = self._is_over = False
@@ -227,8 +230,10 @@ class Fleet:
                     self._guard("a call", self._calls.popleft())
                 for device in [*self.devices]:
                     self._guard(f"device {device.name}", partial(self._look_at, device))
-            self._woken.wait(LOOK_S)
-            self._woken.clear()
+            with suppress(Empty):
+                self._wakes.get(timeout=LOOK_S)
+                while True:
+                    self._wakes.get_nowait()
 
     def _guard(self, what: str, function: Callable[[], None]) -> None:
         """Calls a function, whose error would end this thread, and with it all devices."""
@@ -240,7 +245,7 @@ class Fleet:
     def call(self, function: Callable[[], None]) -> None:
         """Calls a function on the thread that watches, soon and in order; from any thread."""
         self._calls.append(function)
-        self._woken.set()
+        self._wakes.put(None)
 
     def _look_at(self, device: DeviceProcess) -> None:
         now_s = monotonic()
@@ -416,7 +421,7 @@ class Fleet:
         self.beats.leave(device.name, batches, is_death=is_death and not self._is_leaving)
         self._note_busy()
         self.changed.notify_all()
-        self._woken.set()
+        self._wakes.put(None)
 
     def _plan_restart(self, device: DeviceProcess, how: str, held: int) -> None:
         is_first = self._began_s is not None
@@ -528,6 +533,7 @@ class Fleet:
     def stop_taking(self) -> None:
         """Has all devices take nothing more; also from a handler of signals, so it only notes."""
         self._is_leaving = self._is_ending = True
+        self._wakes.put(None)
 
     def stop(self, is_cold: Callable[[], bool]) -> None:
         """Waits until the devices have finished what they have begun, and ends them."""
@@ -540,7 +546,7 @@ class Fleet:
         """Kills the devices; what they hold goes back to the queues."""
         self.stop_taking()
         self._is_over = True
-        self._woken.set()
+        self._wakes.put(None)
         if self._thread.is_alive():
             self._thread.join(LEAVE_TIMEOUT_S)
         with self.changed:
