@@ -18,6 +18,9 @@ from batchery.protocol.commands import RELOAD
 #: Pause between two looks, in seconds.
 PAUSE_S = 0.1
 
+#: After so much time a worker that lives and does not answer is given up, in seconds.
+SILENT_S = 60.0
+
 #: Exit code if anything was not done, or no worker could do it.
 NOT_DONE = 1
 
@@ -85,25 +88,39 @@ def follow(
         StartError: No worker with devices answers.
     """
     check_broker(app)
-    with broker_errors():
-        open_ = find_workers(app, registered_workers(app))
+    open_ = _find_live(app)
     if worker is not None:
         open_ &= {worker}
     answers: dict[str, Mapping[str, Any]] = {}
+    began_s, heard_s = time.monotonic(), dict[str, float]()
     while open_:
         with broker_errors():
             found = ask_workers(app, RELOAD, timeout_s, open_, **order)
+        now_s = time.monotonic()
+        heard_s |= dict.fromkeys(found, now_s)
+        answers |= {name: answer for name, answer in found.items() if "devices" in answer}
+        open_ -= {
+            name
+            for name, answer in found.items()
+            if "devices" not in answer or answer.get("error") or answer["is_over"]
+        }
+        # Redis knows who lives, and answers late, as on a busy machine.
+        live = _find_live(app) if open_ - set(found) else open_
         for name in sorted(open_):
-            answer = found.get(name, {"silent": True})
-            if "devices" in answer or "silent" in answer:
-                answers[name] = answer
-            if "devices" not in answer or answer.get("error") or answer["is_over"]:
+            if name not in live or now_s - heard_s.get(name, began_s) > SILENT_S:
                 open_.discard(name)
+                if name in live or name in heard_s:
+                    answers[name] = {"silent": True}
         time.sleep(PAUSE_S if open_ else 0.0)
     if not answers:
         who = f"no worker {worker!r}" if worker else "no worker"
         raise StartError(f"{who} with devices answers; is it up?")
     return answers
+
+
+def _find_live(app: Celery) -> set[str]:
+    with broker_errors():
+        return find_workers(app, registered_workers(app))
 
 
 def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
