@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -84,6 +85,19 @@ def test_model_without_worker_is_refused_at_once_until_one_starts(
     stays(200, lambda: embed(gateway).status_code)
     worker.stop()
     assert "no worker" in wait_refused(gateway).json()["error"]["message"]
+
+
+def test_model_that_has_just_answered_is_there(
+    start_gateway: StartGateway, start_worker: StartWorker
+) -> None:
+    """The call that waits for its worker is answered before the next look."""
+    gateway = start_gateway(gateway=GRACE)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(embed, gateway)
+        wait_refused(gateway)
+        start_worker(*SERVING, env=VECTORS)
+        assert waiting.result().status_code == 200
+        assert embed(gateway).status_code == 200
 
 
 def test_worker_of_other_queues_serves_no_model(

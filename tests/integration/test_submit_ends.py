@@ -122,7 +122,9 @@ def test_a_wrong_field_is_one_line_and_the_right_one_works_at_once(
     command = ["in.jsonl", "-A", APP, "--task", f"{APP}.shout", "-o", "out.jsonl"]
     code, _, stderr = Command(tmp_path, redis_url, *command, "--field", "texts").end()
     assert (code, stderr.count("\n")) == (2, 1)
-    assert "no field 'texts', the nearest is text; fields: 'id', 'text'; none of the first" in stderr
+    assert (
+        "no field 'texts', the nearest is text; fields: 'id', 'text'; none of the first" in stderr
+    )
     assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
     code, _, stderr = Command(tmp_path, redis_url, *command).end()
     assert code == 0

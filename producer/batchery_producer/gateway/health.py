@@ -58,7 +58,7 @@ class Health:
         self._seen_s = dict.fromkeys(queues, time.monotonic())
         self._looked_s = float("-inf")
         #: Names of the queues that nobody consumes.
-        self._alone: Collection[str] = ()
+        self._alone: set[str] = set()
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
         self._workers: LiveWorkers | None = None
@@ -82,6 +82,10 @@ class Health:
                 code="no_worker",
                 retry_after_s=NO_WORKER_RETRY_S,
             )
+
+    def note_answer(self, queue: str) -> None:
+        """Notes that a worker has answered a job of a queue; the next look may be a second away."""
+        self._alone.discard(queue)
 
     async def watch(self) -> None:
         """Looks until it is cancelled."""

@@ -216,6 +216,7 @@ async def run_outcomes(
         raise
     except Exception as error:
         raise build_problem(error) from error
+    gateway.health.note_answer(model.queue)
     gateway.measurements.results(model.name, outcomes)
     return outcomes
 
