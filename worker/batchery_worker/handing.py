@@ -205,7 +205,7 @@ def hand_over(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., Non
         # The consumer is that of a device on a thread of this process.
         handle: Callable[..., None] = default(task, app, consumer)
         return handle
-    jobs = fleet.beats
+    jobs = fleet.holding
     jobs.connect(consumer.connection)
 
     def hand(

@@ -124,10 +124,11 @@ class Settlement:
                     count = partial(metrics.job_ended, name, "succeeded")
                 elif not isinstance(error, NOT_FAILURES):
                     count = partial(metrics.job_failed, name, type(error).__name__)
-                tell = partial(_report, call, (is_error, value, find_runtime_s(completion.info)))
+                runtime_s = find_runtime_s(completion.info)
+                tell = partial(call.request.on_success, (is_error, value, runtime_s))
         except RetryDeadlineExceeded as away:
             _log_broken(call, away)
-            tell = partial(_give_back, call)
+            tell = partial(give_back, call.request)
         except BaseException as broken:  # noqa: BLE001 - after any error the job must be settled
             _log_broken(call, broken)
             failed = completion.outcome
@@ -221,7 +222,7 @@ class Settlement:
             # Celery's own code runs next, and must not acknowledge again.
             call.request.acknowledged = True
             call.request.batch = job.info
-            _guarded(partial(_report, call, (False, job.shown, runtime_s)))
+            _guarded(partial(call.request.on_success, (False, job.shown, runtime_s)))
             return
         worker_state.total_count[call.task_name] += 1
         if call.send is not None:
@@ -255,24 +256,12 @@ def _log_broken(call: TaskCall, error: BaseException) -> None:
     logger.error("%s[%s] cannot be completed: %s", call.task_name, call.task_id, text)
 
 
-# These ask for the call's current request: its message may have come again while the result waited.
-
-
-def _report(call: TaskCall, traced: tuple[bool, Any, float]) -> None:
-    """Tells Celery's request what its tracer has answered."""
-    call.request.on_success(traced)
-
-
 def _fail(call: TaskCall, error: BaseException) -> None:
     """Has Celery's request store a failure, with no more than class and text of what was raised."""
     try:
         raise ItemFailed(f"{type(error).__name__}: {error_text(error)}")
     except ItemFailed:
         call.request.on_failure(ExceptionInfo())
-
-
-def _give_back(call: TaskCall) -> None:
-    give_back(call.request)
 
 
 def _guarded(function: Callable[[], None]) -> None:

@@ -178,6 +178,7 @@ class Feed:
         self._accept = prepare_accept_content(app.conf.accept_content)
 
         def is_here(task: BatchTask) -> bool:
+            # What no device of the worker serves is refused by any, and so is not forwarded.
             name = task.name
             is_its = name == setup.task if task.slots else name not in setup.elsewhere
             return is_its or jobs.is_handed

@@ -77,6 +77,7 @@ class Fetcher:
             step: levels[max(0, bisect_right(levels, step) - 1)] if levels else 0
             for step in channel.priority_steps
         }
+        self._classes = tuple(dict.fromkeys(self._levels.values()))
         self._sha = ""
         self._asked: FetchRequest | None = None
         self._asked_s = 0.0
@@ -116,7 +117,7 @@ class Fetcher:
         # Parts are put together whose limit is the same, as the same jobs come by them.
         joint = dict[tuple[Hashable, int, int], list[Part]]()
         for queue in queues:
-            for level in dict.fromkeys(self._levels.values()):
+            for level in self._classes:
                 if (limit := workload.limit_for(queue, level)) > 0:
                     same = workload.find_jobs(queue), level, limit
                     joint.setdefault(same, []).append(Part(queue, level))

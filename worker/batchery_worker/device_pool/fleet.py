@@ -170,7 +170,7 @@ class Fleet:
         self._past: dict[str, Any] | None = None
         self._restarts = 0
         self._busy = BusyDevices()
-        self.beats = make_holding(self)
+        self.holding = make_holding(self)
 
     # Start
 
@@ -185,7 +185,7 @@ class Fleet:
             StartError: A device cannot start; says why.
         """
         self._is_awaited = waits
-        self.beats.start()
+        self.holding.start()
         self._began_s = monotonic()
         models = dict.fromkeys(name for device in self.devices for name in device.setup.load)
         if models:
@@ -366,7 +366,7 @@ class Fleet:
             case _ if isinstance(reply, OfBatch):
                 device.note_batch(reply, self.start_timeout_s)
                 self._note_busy()
-        self.beats.handle(device, reply)
+        self.holding.handle(device, reply)
 
     def _on_ready(self, device: DeviceProcess, reply: Ready) -> None:
         for order in self._changes.values():
@@ -418,7 +418,7 @@ class Fleet:
         if is_death:
             died = f"device process for {device.name} died: {how}"
             self._plan_restart(device, died, len(batches))
-        self.beats.leave(device.name, batches, is_death=is_death and not self._is_leaving)
+        self.holding.leave(device.name, batches, is_death=is_death and not self._is_leaving)
         self._note_busy()
         self.changed.notify_all()
         self._wakes.put(None)
@@ -526,7 +526,7 @@ class Fleet:
         self._known.update(self.ask("batchery", {}))
         devices = [*self.devices, *self.given_up]
         found = [self._known[each.name] for each in devices if each.name in self._known]
-        return merge(found, devices, self._past, self._restarts, self.beats.recovered)
+        return merge(found, devices, self._past, self._restarts, self.holding.recovered)
 
     # The end
 
@@ -552,7 +552,7 @@ class Fleet:
         with self.changed:
             for device in (*self.devices, *self.given_up):
                 device.stop()
-        self.beats.stop()
+        self.holding.stop()
 
 
 def warn_if_short(device: DeviceProcess, jobs: int) -> None:

@@ -53,7 +53,7 @@ class WorkerWatch:
         not_live, not_ready = self._judge_devices(fleet.devices if fleet is not None else ())
         if not self._is_connected():
             not_ready.append("the worker does not consume its queues")
-        if fleet is not None and (beats := fleet.beats.serving) is not None:
+        if fleet is not None and (beats := fleet.holding.serving) is not None:
             unheard_s = 0.0 if beats.beat_s is None else monotonic() - beats.beat_s
             if unheard_s > REDIS_GRACE_S:
                 not_live.append(f"Redis has not answered for {unheard_s:.0f} s")

@@ -46,7 +46,7 @@ def judge(
         connection=is_connected,
         blueprint=SimpleNamespace(state=bootsteps.RUN),  # type: ignore[attr-defined]
     )
-    fleet = SimpleNamespace(devices=devices, beats=SimpleNamespace(serving=beats))
+    fleet = SimpleNamespace(devices=devices, holding=SimpleNamespace(serving=beats))
     worker = SimpleNamespace(fleet=fleet, consumer=consumer)
     return WorkerWatch(worker, Settings(max_pass_s=max_pass_s)).judge()
 
