@@ -137,9 +137,21 @@ class RedisScripts:
             took.seconds += perf_counter() - began_s
 
     def run_once(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
-        """Runs a script without the client's retries, its packing and its pool; for one thread.
+        """Runs a script as `send` does, and reads its answer.
+
+        Raises:
+            redis.RedisError: As for any command.
+        """
+        return self.send(name, keys, *args)()
+
+    def send(self, name: str, keys: Sequence[Any], *args: Any) -> Callable[[], Any]:
+        """Sends a script without the client's retries, its packing and its pool; for one thread.
 
         All three together take as long as a script for a single job.
+
+        Returns:
+            Reads the answer, and raises what this raises. It must be called before the next script
+            is sent.
 
         Raises:
             redis.RedisError: As for any command.
@@ -149,17 +161,25 @@ class RedisScripts:
         took, began_s = self.times[name], perf_counter()
         try:
             connection.send_packed_command((packed(command),))
-            answer = connection.read_response()
-            took.calls += 1
-            took.seconds += perf_counter() - began_s
-            return answer
-        except redis.exceptions.NoScriptError:
-            self._release()
         except BaseException:
             # The client may have no other one.
             self._release()
             raise
-        return self.run(name, keys, *args)
+
+        def read() -> Any:
+            try:
+                answer = connection.read_response()
+            except redis.exceptions.NoScriptError:
+                self._release()
+                return self.run(name, keys, *args)
+            except BaseException:
+                self._release()
+                raise
+            took.calls += 1
+            took.seconds += perf_counter() - began_s
+            return answer
+
+        return read
 
     def _connected(self) -> Any:
         """The connection of `run_once`, checked as the pool would check it."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from batchery_worker.work import CommitContext
 app = install(Celery("commits", set_as_current=False))
 app.conf.update(worker_hijack_root_logger=False, result_extended=True, result_expires=1000)
 
-commit = RedisCommitter.commit
+send = RedisCommitter.send
 
 
 def commit_and_hold(
@@ -23,18 +23,18 @@ def commit_and_hold(
     jobs: Sequence[JobResult],
     context: CommitContext,
     info: Mapping[str, Any],
-) -> Sequence[CommitStatus]:
+) -> Callable[[], Sequence[CommitStatus]]:
     """Commits; where a result is `{"hold": path}`, says so in that file and answers no more."""
-    statuses = commit(self, jobs, context, info)
+    statuses = send(self, jobs, context, info)()
     for job in jobs:
         result = None if job.json is None else json.loads(job.json)
         if isinstance(result, dict) and "hold" in result:
             Path(result["hold"]).write_text(" ".join(statuses))
             time.sleep(1000)
-    return statuses
+    return lambda: statuses
 
 
-RedisCommitter.commit = commit_and_hold  # type: ignore[method-assign]
+RedisCommitter.send = commit_and_hold  # type: ignore[method-assign]
 
 
 def note(path: str) -> None:

@@ -74,7 +74,7 @@ class Commits:
             worker="me", keys=Keys(), lease_key="lease", db=0, client=self._bare
         )
         context = CommitContext(store, own, completion_streams=replies)
-        return self._committer.commit(jobs, context, FACTS)
+        return self._committer.send(jobs, context, FACTS)()
 
 
 @pytest.fixture

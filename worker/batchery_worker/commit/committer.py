@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property, partial
+from itertools import count
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import redis
 from celery import Celery
@@ -36,6 +37,9 @@ from batchery_worker.request import LeaseHandle
 from batchery_worker.work import CommitContext, JobCommit
 
 T = TypeVar("T")
+
+#: Reads what became of each job of a part that was sent.
+ReadStatuses = Callable[[], "Sequence[CommitStatus]"]
 
 #: The scripts that write results. The head of each file names its keys, and who writes them.
 LUA = Path(__file__).parent / "lua"
@@ -136,27 +140,46 @@ class RetryingRedis:
         return self._scripts
 
     def attempt(self, command: Callable[["RetryingRedis"], T], lease_key: str) -> tuple[T, int]:
-        """Sends a command; waits as long as the server is away.
+        """Has a command obeyed, as `send` does, and waits for that."""
+        return self.send(lambda server: partial(command, server), lease_key)()
+
+    def send(
+        self, command: Callable[["RetryingRedis"], Callable[[], T]], lease_key: str
+    ) -> Callable[[], tuple[T, int]]:
+        """Sends a command.
 
         Args:
-            command: Sends it; it may do so again although the server has obeyed already.
+            command: Sends it, and returns what reads the answer; it may be sent again although the
+                server has obeyed already.
             lease_key: HASH of the worker's leases, for a write that changes nothing.
 
         Returns:
-            The answer, and the number of failed attempts before it.
-
-        Raises:
-            redis.RedisError, OSError: The server can write, and still refuses.
+            Reads the answer, and the number of failed attempts before it; waits as long as the
+            server is away. It raises `redis.RedisError` or `OSError` where the server can write,
+            and still refuses.
         """
-        tries = 0
-        while True:
-            try:
-                return command(self), tries
-            except (redis.RedisError, OSError) as error:
-                self._await(lease_key, error)
-                tries += 1
-                if tries == MAX_TRIES:
-                    raise
+        read_answer = self._try(command)
+
+        def read() -> tuple[T, int]:
+            nonlocal read_answer
+            for tries in count():
+                try:
+                    return read_answer(), tries
+                except (redis.RedisError, OSError) as error:
+                    self._await(lease_key, error)
+                    if tries + 1 == MAX_TRIES:
+                        raise
+                    read_answer = self._try(command)
+            raise AssertionError
+
+        return read
+
+    def _try(self, command: Callable[["RetryingRedis"], Callable[[], T]]) -> Callable[[], T]:
+        """Sends a command; if that fails, whoever reads the answer hears of it."""
+        try:
+            return command(self)
+        except (redis.RedisError, OSError) as error:
+            return partial(_raise, error)
 
     def disconnect(self) -> None:
         """Closes the connections; the next command connects anew, maybe to another server."""
@@ -370,36 +393,48 @@ class RedisCommitter:
         #: Id of a worker that the broker does not know either.
         self._unknown = ""
 
-    def commit(
+    def send(
         self, jobs: Sequence[JobResult], context: CommitContext, info: Mapping[str, Any]
-    ) -> Sequence[CommitStatus]:
-        """Stores the results that it can store; waits as long as Redis is away.
+    ) -> ReadStatuses:
+        """Sends the results that it can store.
 
         Args:
             jobs: Those of one batch.
-            context: The commit context of the batch, from the main process.
+            context: The commit context of the batch.
             info: Facts of the batch, stored with each result.
 
         Returns:
-            One status per job, in order.
+            Reads one status per job, in order; waits as long as Redis is away. It must be called
+            before the next batch is sent.
         """
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.store.worker == self._unknown:
-            return statuses
+            return lambda: statuses
         # Celery's own `now` reads settings, and so takes four times as long.
         writer = MetaWriter(datetime.now(self._backend.app.timezone).isoformat(), info)
         entries = [
             self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
         ]
-        for part in cut_into_parts(
+        parts = cut_into_parts(
             [entry for entry in entries if entry is not None],
             lambda entry: len(entry.value),
             MAX_BYTES_PER_SCRIPT,
             MAX_JOBS_PER_SCRIPT,
-        ):
-            for entry, status in zip(part, self._run(part, context), strict=True):
-                statuses[entry.index] = status
-        return statuses
+        )
+        first = next(parts, None)
+        if first is None:
+            return lambda: statuses
+        # Nearly always the only one.
+        sent = self._send_part(first, context)
+
+        def read() -> Sequence[CommitStatus]:
+            found = [(first, sent()), *((part, self._send_part(part, context)()) for part in parts)]
+            for part, own in found:
+                for entry, status in zip(part, own, strict=True):
+                    statuses[entry.index] = status
+            return statuses
+
+        return read
 
     def _entry(
         self, index: int, job: JobResult, context: JobCommit, writer: MetaWriter
@@ -424,19 +459,25 @@ class RedisCommitter:
     def _prefix(self) -> bytes:
         return bytes(self._backend.get_key_for_task("-")[:-1])
 
-    def _run(self, part: Sequence[_Entry], context: CommitContext) -> Sequence[CommitStatus]:
-        try:
-            store = context.store
-            if store.worker != self._elsewhere:
-                answer, tries = self._store(part, context, store.db)
-                if answer is not None:
-                    statuses = [COMMIT_STATUSES[digit] for digit in answer]
-                    return _recognise(part, statuses) if tries else statuses
-                self._elsewhere = store.worker
-            return self._run_in_steps(part, context)
-        except (redis.RedisError, OSError) as refusal:
-            self._complain(refusal)
-            return [CommitStatus.NEEDS_TRACER] * len(part)
+    def _send_part(self, part: Sequence[_Entry], context: CommitContext) -> ReadStatuses:
+        store = context.store
+        is_elsewhere = store.worker == self._elsewhere
+        read_answer = None if is_elsewhere else self._store(part, context, store.db)
+
+        def read() -> Sequence[CommitStatus]:
+            try:
+                if read_answer is not None:
+                    answer, tries = read_answer()
+                    if answer is not None:
+                        statuses = [COMMIT_STATUSES[digit] for digit in answer]
+                        return _recognise(part, statuses) if tries else statuses
+                    self._elsewhere = store.worker
+                return self._run_in_steps(part, context)
+            except (redis.RedisError, OSError) as refusal:
+                self._complain(refusal)
+                return [CommitStatus.NEEDS_TRACER] * len(part)
+
+        return read
 
     def _run_in_steps(
         self, part: Sequence[_Entry], context: CommitContext
@@ -455,7 +496,7 @@ class RedisCommitter:
         statuses = {entry.index: CommitStatus.FENCED for entry in part}
         ours = [entry for entry, digit in zip(part, held, strict=True) if digit == ord("1")]
         if ours:
-            answer, _ = self._store(ours, context, None)
+            answer, _ = self._store(ours, context, None)()
             assert answer is not None
             for entry, digit in zip(ours, answer, strict=True):
                 statuses[entry.index] = COMMIT_STATUSES[digit]
@@ -478,13 +519,16 @@ class RedisCommitter:
 
     def _store(
         self, part: Sequence[_Entry], context: CommitContext, broker_db: int | None
-    ) -> tuple[bytes | None, int]:
-        """Runs the script; its answer, and the number of failed tries before it.
+    ) -> Callable[[], tuple[bytes | None, int]]:
+        """Sends the script.
 
         Args:
             part: What it stores.
             context: The commit context of the batch.
             broker_db: Number of the broker's database; None if that is on another server.
+
+        Returns:
+            Reads its answer, and the number of failed tries before it.
         """
         app_s, keep_s = self._backend.expires, context.keep_s
         # Once if that is the same for all.
@@ -503,8 +547,8 @@ class RedisCommitter:
         ]
         if context.completion_streams:
             self._add_completion_streams(keys, args, part, context.completion_streams)
-        return self._results.attempt(
-            lambda results: results.scripts.run_once("commit", keys, *args), leases.lease_key
+        return self._results.send(
+            lambda results: results.scripts.send("commit", keys, *args), leases.lease_key
         )
 
     def _add_completion_streams(
@@ -527,6 +571,10 @@ class RedisCommitter:
         if str(refusal) not in self._refusals:
             self._refusals.add(str(refusal))
             logger.error("Redis refuses commits, so Celery's tracer stores results: %s", refusal)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _tokens(entries: Iterable[_Entry]) -> str:

@@ -1,6 +1,11 @@
-"""From the outcomes of a batch to what becomes of each job, by way of the commit."""
+"""From the outcomes of a batch to what becomes of each job, by way of the commit.
+
+The results of a short batch are sent, and the next batch runs while Redis stores them: the first
+one is settled before the results of the next one are sent, or before the device waits.
+"""
 
 import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +39,7 @@ class Answerer:
         reuse: SingleFlight,
         pieces: PieceWriter,
         tell: Callable[[Reply], None],
-        end: Callable[[DeviceBatch], None],
+        settle: Callable[[DeviceBatch], None],
     ) -> None:
         """Does not connect yet.
 
@@ -44,19 +49,23 @@ class Answerer:
             reuse: Keeps results that other jobs may share.
             pieces: Writes partial results.
             tell: Sends a message to the worker.
-            end: Settles the jobs of a batch that is answered; on any thread.
+            settle: Settles the jobs of a batch that is answered; on any thread.
         """
         self._device = device
         self._reuse = reuse
         self._pieces = pieces
         self._tell = tell
-        self._end = end
+        self._settle = settle
         self._committer = RedisCommitter(app.backend, self._say_waiting)
         self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
         self._committing = 0
+        #: Answers the batch whose results were sent; None if there is none. Whoever calls it has the
+        #: lock.
+        self._finish_sent: Callable[[], None] | None = None
+        self._sending = threading.Lock()
 
     def hand_over(self, batch: DeviceBatch, *, at_once: bool) -> None:
         """Takes a batch that was computed.
@@ -68,47 +77,71 @@ class Answerer:
         if batch.work.is_timed:
             # Its time must not count while it waits for Redis, or behind one that does.
             self._tell(ResultsWait(batch.work.id))
-        if at_once and self._given == self._answered:
-            self._answer(batch)
-        else:
-            self._given += 1
-            self._computed.put(batch)
+        with self._sending:
+            self._answer_sent()
+            if at_once and self._given == self._answered:
+                self._finish_sent = self._send(batch)
+            else:
+                self._given += 1
+                self._computed.put(batch)
+
+    def answer_sent(self) -> bool:
+        """Answers the batch whose results were sent; whether there was one. From any thread."""
+        with self._sending:
+            return self._answer_sent()
+
+    def _answer_sent(self) -> bool:
+        finish, self._finish_sent = self._finish_sent, None
+        if finish is not None:
+            finish()
+        return finish is not None
 
     def run(self) -> None:
         """The commit thread's work."""
         while True:
-            self._answer(self._computed.get())
+            self._send(self._computed.get())()
             self._answered += 1
 
-    def _answer(self, batch: DeviceBatch) -> None:
+    def _send(self, batch: DeviceBatch) -> Callable[[], None]:
+        """Sends the results of a batch; returns what answers it."""
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
         is_streamed = batch.work.pieces is not None
         if is_streamed:
             self._pieces.flush(batch.work)
-        answer(batch, self._device, self._committer, self._reuse)
-        self._end(batch)
-        if is_streamed:
-            self._pieces.end(batch.work, [each.status for each in batch.answers])
+        answer = send_results(batch, self._device, self._committer, self._reuse)
+
+        def finish() -> None:
+            answer()
+            self._settle(batch)
+            if is_streamed:
+                self._pieces.end(batch.work, [each.status for each in batch.answers])
+
+        return finish
 
     def _say_waiting(self) -> None:
         self._tell(ResultsWait(self._committing))
 
 
-def answer(batch: DeviceBatch, device: str, committer: RedisCommitter, reuse: SingleFlight) -> None:
-    """Commits what can be committed, and notes what became of each job.
+def send_results(
+    batch: DeviceBatch, device: str, committer: RedisCommitter, reuse: SingleFlight
+) -> Callable[[], None]:
+    """Sends what can be committed.
 
     Args:
         batch: The batch, computed, or dropped.
         device: Its name, as torch spells it.
         committer: Used if the batch has a commit context.
         reuse: Caches the results of a batch whose items share results.
+
+    Returns:
+        Reads the answer, and notes what became of each job.
     """
     started_s = time.perf_counter()
     batch.info = describe(batch, device)
     if batch.dropped is not None:
         batch.answers = [JobAnswer(batch.dropped)] * len(batch.work.jobs)
-        return
+        return lambda: None
     work, context = batch.work, batch.work.commit
     if batch.deduped is not None:
         batch.outcomes = batch.deduped.encode()
@@ -117,20 +150,24 @@ def answer(batch: DeviceBatch, device: str, committer: RedisCommitter, reuse: Si
         json = write_json(outcome)
         outcomes.append(json if isinstance(json, Failed) else outcome)
         results.append(JobResult(task_id, None if isinstance(json, Failed) else json))
-    if context is None:
-        batch.answers = [JobAnswer(CommitStatus.NEEDS_TRACER, outcome) for outcome in outcomes]
-    else:
-        statuses = committer.commit(results, context, batch.info)
-        chars, is_listened = context.text_chars, context.is_listened
-        batch.answers = [
-            _answer_job(status, outcome, chars, is_listened=is_listened)
-            for status, outcome in zip(statuses, outcomes, strict=True)
-        ]
-    # The callers came first: they wait.
-    if batch.deduped is not None:
-        batch.reused = reuse.keep(batch.deduped, work)
-    batch.failed_items = _failed_items(work, outcomes)
-    batch.commit_ms = (time.perf_counter() - started_s) * 1e3
+    read_statuses = None if context is None else committer.send(results, context, batch.info)
+
+    def answer() -> None:
+        if context is None or read_statuses is None:
+            batch.answers = [JobAnswer(CommitStatus.NEEDS_TRACER, each) for each in outcomes]
+        else:
+            chars, is_listened = context.text_chars, context.is_listened
+            batch.answers = [
+                _answer_job(status, outcome, chars, is_listened=is_listened)
+                for status, outcome in zip(read_statuses(), outcomes, strict=True)
+            ]
+        # The callers came first: they wait.
+        if batch.deduped is not None:
+            batch.reused = reuse.keep(batch.deduped, work)
+        batch.failed_items = _failed_items(work, outcomes)
+        batch.commit_ms = (time.perf_counter() - started_s) * 1e3
+
+    return answer
 
 
 def write_json(outcome: Any) -> bytes | Failed | None:

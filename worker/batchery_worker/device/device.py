@@ -136,7 +136,11 @@ class Device:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
         resumes = self._slot_loop is None or self._slot_loop.resumes
-        self.feed = Feed(self._app, setup, self._prepare, self.tell, self.figures, resumes=resumes)
+        self.feed = Feed(
+            *(self._app, setup, self._prepare, self._answerer.answer_sent),
+            *(self.tell, self.figures),
+            resumes=resumes,
+        )
         source = self.feed.source
         source.on_parted = lambda holder: self.tell(Parted(holder))
         source.on_refused = lambda error: self.tell(NotReady(str(error)))
@@ -189,6 +193,8 @@ class Device:
         self._look_ahead()
         batch = self._ahead.popleft() if self._ahead else self.feed.take()
         if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
+            # Those that Redis has stored by now are not settled after so long.
+            self._answerer.answer_sent()
             self.feed.read_ahead()
         with self._context.turn.gate:
             pass  # A thread that builds a model may hold it.
@@ -211,6 +217,7 @@ class Device:
                     self._ahead.append(batch)
 
     def _hand_over(self, batch: DeviceBatch, *, at_once: bool = False) -> None:
+        self.feed.end(batch)
         self._answerer.hand_over(batch, at_once=at_once)
 
     def _settle(self, batch: DeviceBatch) -> None:
@@ -218,7 +225,7 @@ class Device:
         if batch.work.id in self._told:
             self._told.discard(batch.work.id)
             self._write(Ended(batch.work.id))
-        self.feed.end(batch)
+        self.feed.settle(batch)
         self._context.unanswered.discard(batch.work.id)
 
     # Jobs in slots
@@ -226,6 +233,7 @@ class Device:
     def _finish(self, batch: DeviceBatch, is_last: bool) -> None:
         """Has a job answered that has left its slots; on the commit thread, if others go on."""
         self._hand_over(batch, at_once=is_last)
+        self._answerer.answer_sent()
 
     def _free_slot(self, batch_id: int) -> None:
         self.feed.free_slot(batch_id)

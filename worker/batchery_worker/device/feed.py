@@ -124,6 +124,7 @@ class Feed:
         app: Celery,
         setup: Setup,
         prepare: Callable[[DeviceBatch | Cancel], Any],
+        answer_sent: Callable[[], bool],
         tell: Callable[[Reply], None],
         figures: Callable[[], dict[str, Any]],
         *,
@@ -135,6 +136,8 @@ class Feed:
             app: The device's.
             setup: What the device was told.
             prepare: Makes what runs of a batch, or of an order for one; for whoever drives.
+            answer_sent: Answers the batch whose results were sent, before whoever drives waits;
+                whether there was one.
             tell: Sends a message to the worker.
             figures: Finds those of the device's models and memory.
             resumes: As of `HeldBatches`.
@@ -146,6 +149,7 @@ class Feed:
         self._app = app
         self._setup = setup
         self._prepare = prepare
+        self._answer_sent = answer_sent
         self._tell = tell
         self._find_figures = figures
         #: Guards all that is known of jobs; held for moments.
@@ -350,6 +354,8 @@ class Feed:
                 return batch
             if self.is_stopping and self.dispatcher.is_done:
                 raise EOFError
+        if self._answer_sent():
+            return None
         is_there = not self.is_stopping and source.connect()
         with self.lock:
             self._is_behind = False
@@ -372,6 +378,8 @@ class Feed:
         self._has_news = False
         batch = self.dispatcher.next()
         self._due_s = self.dispatcher.find_due_s() if batch is None else 0.0
+        if batch is not None and self.dispatcher.is_low and not self.is_stopping:
+            self.source.ask_ahead()
         return batch
 
     @property
@@ -538,10 +546,16 @@ class Feed:
         self._tell_news()
 
     def end(self, batch: DeviceBatch) -> None:
-        """Settles the jobs of a batch that is answered."""
+        """Notes that a batch was computed: the device is free for another one."""
         with self.lock:
             self.dispatcher.end(batch)
             self._is_behind = True
+        self._tell_news()
+
+    def settle(self, batch: DeviceBatch) -> None:
+        """Settles the jobs of a batch that is answered."""
+        with self.lock:
+            self.dispatcher.settle(batch)
         self._tell_news()
 
     def find_wanted(self) -> frozenset[str]:

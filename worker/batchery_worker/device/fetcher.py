@@ -88,8 +88,9 @@ class Fetcher:
         self.is_entered = False
         #: Whether the last fetch left its queues empty; then Redis tells when one of them changes.
         self.took_all = False
-        #: Whether the last fetch brought as much as it wanted; then there is probably more.
-        self._brought_much = False
+        #: Whether the last fetch brought as much as it wanted of one class, or more; then there is
+        #: probably more.
+        self.brought_much = False
 
     @property
     def watches(self) -> bool:
@@ -125,7 +126,7 @@ class Fetcher:
             return False
         limits = [(parts, limit) for (_, _, limit), parts in joint.items()]
         asked = FetchRequest(
-            self._store.worker, limits, workload.count_free(), not self._brought_much
+            self._store.worker, limits, workload.count_free(), not self.brought_much
         )
         # An idle device asks the same again and again.
         if asked != self._asked:
@@ -187,8 +188,7 @@ class Fetcher:
         took.calls += 1
         took.seconds += perf_counter() - self._asked_s
         self.is_entered = answer == [] and asked.free > 0
-        wanted = sum(limit for _, limit in asked.limits)
-        self._brought_much = len(answer or ()) // 2 - 1 >= wanted
+        self.brought_much = len(answer or ()) // 2 - 1 >= min(limit for _, limit in asked.limits)
         self.took_all = asked.watches and _is_watched(connection)
         if refusal is not None:
             if find_refusal(refusal) == "WRONGTYPE":

@@ -82,6 +82,9 @@ class HandedSource:
         """Whether any job is here."""
         return bool(self._handed)
 
+    def ask_ahead(self) -> None:
+        """Does nothing: they come by themselves."""
+
     def read(self) -> list[Handed]:
         """The jobs that are here."""
         return [self._handed.popleft() for _ in range(len(self._handed))]

@@ -96,6 +96,8 @@ class RedisSource:
         os.set_blocking(self._wake, False)
         self._sleeps = False
         self._is_stale = True
+        #: Whether a question was sent whose answer was not read.
+        self._is_asked = False
         self._fruitless = False
         #: Whether the last answer does not say that the lists are empty, and watched.
         self.may_have_more = False
@@ -147,6 +149,8 @@ class RedisSource:
         Returns:
             Whether it does.
         """
+        if self._is_asked:
+            return True
         if monotonic() < self._away_until_s:
             return False
         try:
@@ -200,7 +204,7 @@ class RedisSource:
 
     def _disconnect(self) -> None:
         connection, self._redis = self._redis, None
-        self._fruitless = False
+        self._fruitless = self._is_asked = False
         if connection is not None:
             connection.disconnect()
             assert self._place is not None
@@ -280,8 +284,19 @@ class RedisSource:
         assert store is not None
         return LeaseChannel(store, self.prepare_anew, accept)
 
+    def ask_ahead(self) -> None:
+        """Asks before a batch runs, if the last question was not answered with all that there is.
+
+        Redis finds the messages meanwhile.
+        """
+        place = self._place
+        if place is not None and place.fetcher.brought_much and not self._is_stale:
+            self.ask()
+
     def ask(self) -> bool:
         """Sends the question which messages there are; False if none is wanted, or possible."""
+        if self._is_asked:
+            return True
         place = self._place
         if self._redis is None or place is None or place.store.fenced or self.workload is None:
             return False
@@ -291,6 +306,7 @@ class RedisSource:
                 self._reconcile(place)
             queues = tuple(self._cycle.consume(len(self.names)))
             if place.fetcher.ask(self._redis, queues, self.workload):
+                self._is_asked = True
                 return True
             if was_stale or place.fetcher.is_entered:
                 # Others would go on giving back what they hold.
@@ -305,6 +321,7 @@ class RedisSource:
         place = self._place
         assert place is not None
         fetcher = place.fetcher
+        self._is_asked = False
         try:
             answer = fetcher.read(self._redis)
         except redis.exceptions.NoScriptError:

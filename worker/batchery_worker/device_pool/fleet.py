@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -46,8 +45,9 @@ from batchery_worker.ipc.messages import (
 
 logger = logging.getLogger("batchery.pool")
 
-#: How often it is looked whether a device must be started or killed, in seconds.
-LOOK_S = 0.05
+#: How often it is looked whether a device must be started or killed, in seconds; and while there is
+#: no time limit to keep.
+LOOK_S, CALM_LOOK_S = 0.05, 1.0
 
 #: A look that comes later than this, in seconds, was held up with the whole process: what devices
 #: have said meanwhile must be read before it is judged.
@@ -149,9 +149,10 @@ class Fleet:
         self.given_up: list[DeviceProcess] = []
         #: Told of each message of a device, and of each end.
         self.changed = threading.Condition()
-        self._calls: deque[Callable[[], None]] = deque()
-        #: What wakes the thread that watches; a handler of signals may put something in, too.
-        self._wakes: SimpleQueue[None] = SimpleQueue()
+        #: What the thread that watches calls next; a handler of signals may put something in, too.
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        #: Whether there was no time limit to keep when the devices were looked at.
+        self._is_calm = False
         self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
         #: Whether no process is started any more; whether the worker ends; whether that is over.
         self._is_ending = self._is_leaving = self._is_over = False
@@ -220,20 +221,29 @@ class Fleet:
     # The thread that starts and watches
 
     def _run(self) -> None:
-        looked_s = monotonic()
+        pause_s = 0.0
         while not self._is_over:
-            if monotonic() - looked_s > MAX_LATE_S:
+            due_s = monotonic() + pause_s
+            calls = self._wait(pause_s)
+            if monotonic() - due_s > MAX_LATE_S:
                 sleep(LOOK_S)
-            looked_s = monotonic()
             with self.changed:
-                while self._calls:
-                    self._guard("a call", self._calls.popleft())
+                for call in calls:
+                    self._guard("a call", call)
                 for device in [*self.devices]:
                     self._guard(f"device {device.name}", partial(self._look_at, device))
-            with suppress(Empty):
-                self._wakes.get(timeout=LOOK_S)
-                while True:
-                    self._wakes.get_nowait()
+                is_calm = all(each.is_calm for each in self.devices)
+                self._is_calm = is_calm and self._max_pass_s is None
+                pause_s = CALM_LOOK_S if self._is_calm else LOOK_S
+
+    def _wait(self, timeout_s: float) -> list[Callable[[], None]]:
+        """What is to be called, once there is anything, or the time is over, in seconds."""
+        calls = []
+        with suppress(Empty):
+            calls.append(self._calls.get(timeout=timeout_s))
+            while True:
+                calls.append(self._calls.get_nowait())
+        return calls
 
     def _guard(self, what: str, function: Callable[[], None]) -> None:
         """Calls a function, whose error would end this thread, and with it all devices."""
@@ -244,8 +254,10 @@ class Fleet:
 
     def call(self, function: Callable[[], None]) -> None:
         """Calls a function on the thread that watches, soon and in order; from any thread."""
-        self._calls.append(function)
-        self._wakes.put(None)
+        self._calls.put(function)
+
+    def _look_soon(self) -> None:
+        self._calls.put(lambda: None)
 
     def _look_at(self, device: DeviceProcess) -> None:
         now_s = monotonic()
@@ -345,6 +357,8 @@ class Fleet:
                         "a message of device %s cannot be handled; it is restarted", device.name
                     )
                     device.kill("as a message of it cannot be handled")
+                if self._is_calm and not device.is_calm:
+                    self._look_soon()
             self.changed.notify_all()
 
     def _handle(self, device: DeviceProcess, reply: Reply) -> None:
@@ -421,7 +435,7 @@ class Fleet:
         self.holding.leave(device.name, batches, is_death=is_death and not self._is_leaving)
         self._note_busy()
         self.changed.notify_all()
-        self._wakes.put(None)
+        self._look_soon()
 
     def _plan_restart(self, device: DeviceProcess, how: str, held: int) -> None:
         is_first = self._began_s is not None
@@ -480,6 +494,7 @@ class Fleet:
             logger.info("device %s gets a fresh process", device.name)
             device.start_at_s = 0.0
             device.leave()
+            self._look_soon()
 
     # Orders
 
@@ -533,7 +548,7 @@ class Fleet:
     def stop_taking(self) -> None:
         """Has all devices take nothing more; also from a handler of signals, so it only notes."""
         self._is_leaving = self._is_ending = True
-        self._wakes.put(None)
+        self._look_soon()
 
     def stop(self, is_cold: Callable[[], bool]) -> None:
         """Waits until the devices have finished what they have begun, and ends them."""
@@ -546,7 +561,7 @@ class Fleet:
         """Kills the devices; what they hold goes back to the queues."""
         self.stop_taking()
         self._is_over = True
-        self._wakes.put(None)
+        self._look_soon()
         if self._thread.is_alive():
             self._thread.join(LEAVE_TIMEOUT_S)
         with self.changed:

@@ -153,6 +153,11 @@ class DeviceProcess:
         models = self.reported.get("models", {})
         return {task: figures.get("version", "") for task, figures in models.items()}
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether it has no time limit to keep: it is neither started nor ended, and no batch's."""
+        return self.state is State.READY and not self.batches
+
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, or was asked, in seconds; else 0."""
         # Of a copy, as threads look that answer probes.

@@ -47,6 +47,9 @@ MAX_HELD_UP_S = 1.0
 #: found with it that come next.
 LATE_GRAIN_S = 0.005
 
+#: Maximum number of batches that were computed and are not settled, before another one is begun.
+MAX_UNSETTLED = 2
+
 #: Why a device cannot run a job that came by another queue than that of its task.
 NO_DEVICE = (
     "this worker serves only models with slots, and not this task; send its jobs to their own queue"
@@ -113,6 +116,8 @@ class Dispatcher:
         self._recycling = RecyclingLimits(*limits) if any(limits) else None
         self._batch_ids = itertools.count(1)
         self._cancels: deque[Cancel] = deque()
+        #: Number of batches that were computed, and are not settled.
+        self._unsettled = 0
         #: Whether nothing more is begun.
         self._is_over = False
         #: Number of jobs that were answered, and whether the worker knows that they are enough.
@@ -172,6 +177,11 @@ class Dispatcher:
     def holds_part(self) -> bool:
         """Whether the device has nothing to do, and what waits for it is no full batch."""
         return not self.held.batches and self._scheduler.holds_part
+
+    @property
+    def is_low(self) -> bool:
+        """Whether what waits for the device is no full batch."""
+        return not self._scheduler.holds_any or self._scheduler.holds_part
 
     @property
     def _is_blocked(self) -> bool:
@@ -273,9 +283,9 @@ class Dispatcher:
         """What the device gets now: a batch, or an order for one that it has; None for nothing."""
         if self._cancels:
             return self._cancels.popleft()
-        if self._is_over or not self._scheduler.holds_any:
+        if self._is_over or not self._scheduler.holds_any or self._unsettled > MAX_UNSETTLED:
             return None
-        if self._scheduler.has_suspects and self._settlement.pending:
+        if self._scheduler.has_suspects and (self._unsettled or self._settlement.pending):
             # A suspect may end this process: what has failed before must not come again by that.
             return None
         now_s = monotonic()
@@ -512,18 +522,23 @@ class Dispatcher:
     # Back from the device
 
     def end(self, batch: DeviceBatch) -> None:
+        """Notes that a batch was computed, and learns from it."""
+        self.held.remove(batch)
+        self._unsettled += 1
+        formed, task, run_s = batch.formed, batch.work.task, batch.forward_ms / 1e3
+        self._scheduler.ended(formed, run_s, batch.load_s)
+        self._times.ran(task, formed.items, run_s, batch.prepare_ms / 1e3)
+        self._check_target(task, formed.jobs[0].limits.target_s)
+
+    def settle(self, batch: DeviceBatch) -> None:
         """Settles the jobs of a batch that the device has answered."""
+        self._unsettled -= 1
         if batch.store is not None:
             # Redis hears it with the next batch.
             batch.store.ended(batch.note)
-        self.held.remove(batch)
         if self._recycling is not None:
             self._count_jobs(self._recycling, len(batch.answers))
         jobs, items, task = batch.formed.jobs, batch.formed.items, batch.work.task
-        run_s = batch.forward_ms / 1e3
-        self._scheduler.ended(batch.formed, run_s, batch.load_s)
-        self._times.ran(task, items, run_s, batch.prepare_ms / 1e3)
-        self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(batch.formed_s - job.sent_s) * 1e3 for job in jobs]
         self._metrics.batch_done(batch, items)
         log_batch(task, batch.info, tokens=batch.tokens, waited_ms=max(waited_ms))
@@ -558,7 +573,7 @@ class Dispatcher:
     @property
     def is_done(self) -> bool:
         """Whether nothing is on the device, and nothing is being completed."""
-        return not self.held.batches and not self._settlement.pending
+        return not (self.held.batches or self._unsettled or self._settlement.pending)
 
     def stop(self) -> None:
         """Drops what waits, which goes back to its queue; what is on the device is finished."""

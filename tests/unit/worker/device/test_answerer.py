@@ -2,7 +2,7 @@
 
 import enum
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -20,7 +20,7 @@ from batchery.errors import UnserialisableResult
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
 from batchery_worker.completion.tracer import own_outcome
-from batchery_worker.device.answerer import answer, describe, format_result, write_json
+from batchery_worker.device.answerer import describe, format_result, send_results, write_json
 from batchery_worker.job import Batch
 from batchery_worker.plain_values import Encoded, plain_json
 from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
@@ -43,11 +43,15 @@ class Judge(RedisCommitter):
         self.statuses = statuses
         self.asked: list[tuple[Any, ...]] = []
 
-    def commit(
+    def send(
         self, jobs: Sequence[JobResult], context: CommitContext, info: Mapping[str, Any]
-    ) -> Sequence[CommitStatus]:
+    ) -> Callable[[], Sequence[CommitStatus]]:
         self.asked.append((jobs, context, info))
-        return self.statuses
+        return lambda: self.statuses
+
+
+def answer(batch: DeviceBatch, judge: RedisCommitter, reuse: SingleFlight) -> None:
+    send_results(batch, "cpu", judge, reuse)()
 
 
 def computed(context: CommitContext | None, *outcomes: Any) -> DeviceBatch:
@@ -126,7 +130,7 @@ def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> D
 def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
     judge, memory = Judge(*[CommitStatus.COMMITTED] * 3), Memory()
     batch = deduplicated({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
-    answer(batch, "cpu", judge, SingleFlight(memory))  # type: ignore[arg-type]
+    answer(batch, judge, SingleFlight(memory))  # type: ignore[arg-type]
     ((jobs, _, _),) = judge.asked
     assert [job.json for job in jobs] == [
         b'{"x":1}',
@@ -145,7 +149,7 @@ def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
 def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
     judge, memory = Judge(*[CommitStatus.NEEDS_TRACER] * 3), Memory()
     batch = deduplicated({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
-    answer(batch, "cpu", judge, SingleFlight(memory))  # type: ignore[arg-type]
+    answer(batch, judge, SingleFlight(memory))  # type: ignore[arg-type]
     assert [own_outcome(each.outcome) for each in batch.answers] == [
         "A",
         [{"ok": "A"}, {"error": {"type": "LookupError", "message": "b"}}],
@@ -156,11 +160,11 @@ def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
 
 def test_failed_items_of_multi_item_jobs_are_counted_by_class_of_their_error() -> None:
     good = computed(None, Failed("not in a multi-item job"), 2, 3, 4)
-    answer(good, "cpu", Judge(), NO_CACHE)
+    answer(good, Judge(), NO_CACHE)
     assert good.failed_items == {}
     # A set is no JSON, so it becomes a failure.
     batch = computed(None, 1, Failed(LookupError("b")), {3}, 4)
-    answer(batch, "cpu", Judge(), NO_CACHE)
+    answer(batch, Judge(), NO_CACHE)
     assert batch.failed_items == {
         "LookupError": 1,
         "UnserialisableResult": 1,
@@ -174,7 +178,7 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
     ]
     work = Work(5, "task", {}, [("t1", values, "values")], 8, None)
     batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
-    answer(batch, "cpu", Judge(), NO_CACHE)
+    answer(batch, Judge(), NO_CACHE)
     [given] = batch.answers
     assert own_outcome(given.outcome) == values
     assert batch.failed_items == {}
@@ -184,7 +188,7 @@ def test_first_failure_is_that_of_a_job_of_plain_values() -> None:
     work = Work(5, "task", {}, [("t1", [1, 2, 3], "values")], 8, None)
     outcomes = [Encoded(b"1"), Failed(LookupError("b")), Failed("later")]
     batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
-    answer(batch, "cpu", Judge(), NO_CACHE)
+    answer(batch, Judge(), NO_CACHE)
     failed = batch.answers[0].outcome
     assert (type(failed.exception), str(failed.exception)) == (LookupError, "b")
     assert batch.failed_items == {}
