@@ -84,7 +84,7 @@ def test_jobs_of_the_only_worker_wait_once_it_is_dead_or_frozen(
 
         def is_done() -> bool:
             found = exporter.samples()
-            return (found[WAITING], found[LEASED], found["batchery_scheduled_jobs",]) == (0, 1, 1)
+            return (found[WAITING], found[LEASED], found["batchery_scheduled_jobs",]) == (0, 0, 1)
 
         wait_for(is_done, "only the job for later is left", TIMEOUT_S)
 

@@ -66,6 +66,15 @@ class Redis:
         told = [each for job in jobs for each in job]
         return sorted(map(int, self.scripts.run("give_to_waiting", keys, ME, *told)))
 
+    def postpone(self, delay_s: float, *tokens: int) -> Any:
+        words = [each for token in tokens for each in (token, delay_s)]
+        laters = [KEYS.later("a")] * len(tokens)
+        return self.scripts.run("postpone", [KEYS.lease(ME), *laters], *words)
+
+    def return_due(self, ahead_s: float = 2.0, maximum: int = 100) -> Any:
+        laters = [KEYS.later(queue) for queue in ("a", "b")]
+        return self.scripts.run("return_due", laters, ahead_s, maximum)
+
     def recover(self, worker: str = ME, beat: str = "", counts: int = 0) -> Any:
         return self.scripts.run(
             "recover",
@@ -139,6 +148,28 @@ def test_unregistered_worker_gets_nothing(there: Redis) -> None:
     assert there.queue("a") == ["1"]
 
 
+def test_messages_wait_beside_their_queue_and_return_in_the_order_of_their_times(
+    there: Redis,
+) -> None:
+    push(there.client, "a", "1", "2", "3", "late")
+    there.fetch("a")
+    push(there.client, "a", "4")
+    there.postpone(1.5, 3)
+    there.postpone(0.5, 1, 2)
+    # One whose lease is gone.
+    there.postpone(3600, 4, 99)
+    assert there.leases() == {}
+    assert there.queue("a") == ["4"]
+    there.client.set(KEYS.later("b"), "of another type")
+    there.return_due(ahead_s=0)
+    assert there.queue("a") == ["4"]
+    there.return_due(maximum=2)
+    assert there.queue("a") == ["1", "2", "4"]
+    there.return_due()
+    assert there.queue("a") == ["3", "1", "2", "4"]
+    assert there.client.zrange(KEYS.later("a"), 0, -1) == [b"a\0late"]
+
+
 def fill(client: Any) -> None:
     """Leaves Redis no room for anything."""
     client.config_set("maxmemory-policy", "noeviction")
@@ -155,6 +186,8 @@ FULL: dict[str, Callable[[Redis], object]] = {
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
     "give_to_waiting": lambda there: there.give((1, "a")),
+    "postpone": lambda there: there.postpone(60.0, 1),
+    "return_due": lambda there: there.return_due(),
     "dead_letter": lambda there: there.scripts.run(
         "dead_letter", [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages], 1, "{}"
     ),

@@ -186,7 +186,8 @@ def _listed(fleet: Fleet, name: str, stock: Any, state: Any, **options: Any) -> 
     answer = [each for each in stock(state, **options) or () if each is not None]
     for found in fleet.ask(name, options).values():
         if isinstance(found, list):
-            answer += found
+            # Several devices know the same jobs that wait for their time.
+            answer += [each for each in found if each not in answer]
     return answer
 
 

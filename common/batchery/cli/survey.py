@@ -23,7 +23,7 @@ from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import Keys, later_sets, transport_scripts
 
 #: How long workers are awaited that live, in seconds; it ends when all have answered. Busy ones, on
 #: a busy machine, answer late.
@@ -67,7 +67,8 @@ class Survey:
         oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
             where it does not say when it was sent, and where no message waits.
         leased: Messages that live workers hold, by queue; none where the broker is not a Redis.
-        scheduled: How many of them wait for their time; None if the broker is not a Redis.
+        scheduled: How many messages wait for their time, beside their queues or with a worker;
+            None if the broker is not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
         is_asked: Whether workers were asked for their figures.
         undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
@@ -205,7 +206,9 @@ def survey(
             None if letters is None else len(letters),
             {name: each.oldest_s for name, each in waiting.items()},
             leased,
-            None if client is None else sum(each.scheduled for each in live),
+            None
+            if client is None
+            else sum(each.scheduled for each in live) + _count_later(connection, client, waiting),
             None if client is None else _read_memory(client),
             is_asked=asks,
             undated={name: each.undated for name, each in waiting.items()},
@@ -394,6 +397,16 @@ def _find_orphaned(
             waiting = Waiting.read(round(held * n / read), sent_at)
             found[queue] = found.get(queue, Waiting(0)).add(waiting)
     return found
+
+
+def _count_later(connection: Any, client: Any, queues: Iterable[str]) -> int:
+    """How many messages wait beside some queues for their time."""
+    prefix = connection.default_channel.global_keyprefix
+    with client.pipeline(transaction=False) as pipe:
+        for queue in queues:
+            for name in later_sets(queue):
+                pipe.zcard(f"{prefix}{name}")
+        return sum(pipe.execute())
 
 
 def _look_into(connection: Any, name: str) -> Waiting:

@@ -17,6 +17,7 @@ from batchery.transport.outbox import OutboxChannel
 from batchery.transport.redis_schema import (
     REPLIES_CLIENT,
     WORKER_CLIENT,
+    later_sets,
     lists_of,
     tenant_lists,
     transport_scripts,
@@ -151,17 +152,19 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
             if find_refusal(error) != "OOM":
                 raise
         with self.conn_or_acquire() as client:
-            client.delete(*lists_of(self, queue))
+            client.delete(*lists_of(self, queue), *later_sets(queue))
 
     def _has_queue(self, queue: str, **_: Any) -> bool:
         """Whether any message waits in a queue."""
         return self._size(queue) > 0
 
     def _purge(self, queue: str) -> int:
-        """Removes all messages that wait in a queue; returns how many."""
+        """Removes all messages that wait in a queue, or for their time; returns how many."""
         with self.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
             for key in lists_of(self, queue):
                 pipe.llen(key).delete(key)
+            for key in later_sets(queue):
+                pipe.zcard(key).delete(key)
             return sum(pipe.execute()[::2])
 
     def _get(self, queue: str) -> Any:

@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from time import monotonic
 from typing import Any
 
 import redis
@@ -29,6 +30,10 @@ from batchery.transport.suspects import (
 from batchery.transport.worker_registry import Registration
 
 logger = logging.getLogger("batchery.transport")
+
+#: How long before its time a message goes back to its queue, in seconds. Devices look once a
+#: second, and hold it for the rest.
+RETURN_AHEAD_S = 2.0
 
 #: Maximum number of leases that one command ends; Redis answers nobody else meanwhile.
 MAX_TOKENS_PER_COMMAND = 500
@@ -103,11 +108,14 @@ class LeaseStore:
         self._registration = Registration(client, self.keys, self.scripts, expiry_s)
         self.leases = Leases()
         #: What has ended here, and is not told to Redis yet, as a round trip costs 0.1 ms: tokens;
-        #: those with dedupe keys; those of dead letters; and fields of suspects that are settled.
+        #: those with dedupe keys; those of dead letters; those that wait for their time, each with
+        #: the key of where it waits, and the time; and fields of suspects that are settled.
         self._acks: deque[str] = deque()
         self._completed: deque[tuple[str, str]] = deque()
         self._dead_letters: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._postponed: deque[tuple[str, str, float]] = deque()
         self._cleared: deque[str] = deque()
+        self._ends = (self._acks, self._completed, self._dead_letters, self._postponed)
         self.running_batches = RunningBatches(client, self.keys)
         #: Whether this worker is registered, and may hold leases.
         self.is_open = False
@@ -150,7 +158,7 @@ class LeaseStore:
         lost = len(self.leases)
         self.lost(list(self.leases))
         with self._flush_lock:
-            for each in (self._completed, self._dead_letters, self._cleared):
+            for each in (self._completed, self._dead_letters, self._postponed, self._cleared):
                 each.clear()
         self.running_batches.drop()
         self.flush()
@@ -241,6 +249,35 @@ class LeaseStore:
             self._acks.append(token)
         self._clear(lease)
 
+    def postpone(self, token: str, queue: str, due_s: float) -> None:
+        """Puts a message beside its queue until its time, on the clock of `time.monotonic`.
+
+        It is sent soon, together with others; from any thread.
+        """
+        if self.leases.pop(token, None) is not None:
+            self._postponed.append((token, self.keys.later(queue), due_s))
+
+    def return_due(self, queues: Sequence[str]) -> None:
+        """Gives the messages whose time will soon have come back to some queues.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        if laters := [self.keys.later(queue) for queue in queues]:
+            self.scripts.run("return_due", laters, RETURN_AHEAD_S, MAX_TOKENS_PER_COMMAND)
+
+    def list_later(self, queues: Sequence[str]) -> list[bytes]:
+        """The messages of some queues whose time comes next; at most some hundred of each.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        with self.client.pipeline(transaction=False) as pipe:
+            for queue in queues:
+                pipe.zrange(self.keys.later(queue), 0, MAX_TOKENS_PER_COMMAND - 1)
+            found = itertools.chain.from_iterable(pipe.execute())
+        return [value.partition(b"\0")[2] for value in found]
+
     def flush(self) -> None:
         """Sends what has ended; from any thread.
 
@@ -248,11 +285,11 @@ class LeaseStore:
             redis.RedisError: Redis does not answer, or has no memory for a dead letter; the rest
                 goes on waiting.
         """
-        if not (self._acks or self._completed or self._dead_letters or self._cleared):
+        if not (any(self._ends) or self._cleared):
             return
         with self._flush_lock:
             cleared = len(self._cleared)
-            while self._acks or self._completed or self._dead_letters:
+            while any(self._ends):
                 self._flush_some()
             # Last, as a suspect whose message came again would be taken for a fresh job.
             if cleared:
@@ -268,6 +305,12 @@ class LeaseStore:
             ended, dedupe_keys = zip(*completed, strict=True)
             self.scripts.run("ack_published", [self.lease_key, *dedupe_keys], *ended)
             _drop_first(self._completed, len(ended))
+        if postponed := _first(self._postponed):
+            laters = [later for _, later, _ in postponed]
+            times = ((token, max(0.0, due_s - monotonic())) for token, _, due_s in postponed)
+            words = itertools.chain.from_iterable(times)
+            self.scripts.run("postpone", [self.lease_key, *laters], *words)
+            _drop_first(self._postponed, len(postponed))
         if self._dead_letters:
             self._bury(*self._dead_letters[0])
             self._dead_letters.popleft()

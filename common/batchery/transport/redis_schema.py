@@ -30,6 +30,9 @@ SCHEMA = 2
 #: of batch tasks, which are for devices, and those of ordinary tasks, which are for Celery's pool.
 BATCHES, ORDINARY = "~batches", "~ordinary"
 
+#: End of the name of the sorted set beside a queue: jobs whose time has not come.
+LATER = "~later"
+
 #: Number of lists to which the tenants of a queue and priority step are dealt.
 TENANT_LISTS = 8
 
@@ -82,6 +85,10 @@ class Keys:
         """A queue's key, with the prefix that kombu's Redis client adds."""
         return f"{self.prefix}{name}"
 
+    def later(self, name: str) -> str:
+        """ZSET of the messages of a queue whose time has not come."""
+        return f"{self.prefix}{name}{LATER}"
+
     def of_recovery(self, worker: str) -> list[str]:
         """The keys that recover.lua takes, in its order."""
         return [
@@ -123,6 +130,11 @@ def lists_of(channel: Any, queue: str, priorities: Container[int] | None = None)
     if priorities is not None:
         steps = [step for step in steps if step in priorities]
     return [channel._q_for_pri(name, step) for step in steps for name in names]
+
+
+def later_sets(queue: str) -> list[str]:
+    """The sets of those jobs of a queue whose time has not come; without a key prefix."""
+    return [queue + LATER, queue + BATCHES + LATER]
 
 
 def fetched_lists(channel: Any, name: str, step: int) -> list[str]:

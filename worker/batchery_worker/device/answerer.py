@@ -62,8 +62,7 @@ class Answerer:
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
         self._committing = 0
-        #: Answers the batch whose results were sent; None if there is none. Whoever calls it has the
-        #: lock.
+        #: Answers the batch whose results were sent; None if there is none. For who has the lock.
         self._finish_sent: Callable[[], None] | None = None
         self._sending = threading.Lock()
 

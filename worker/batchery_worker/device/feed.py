@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from math import inf
 from time import monotonic, time
@@ -19,19 +20,19 @@ import redis
 from celery import Celery, signals
 from celery.app import trace
 from celery.worker import state as worker_state
-from kombu.asynchronous.timer import Timer
 from kombu.serialization import prepare_accept_content
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.codec import reads_kombus_json
+from batchery.transport.codec import read_json, reads_kombus_json
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.handed_source import HandedSource
+from batchery_worker.device.inbox import MALFORMED
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
-from batchery_worker.device.stock_consumer import CallPool, StockConsumer
+from batchery_worker.device.stock_consumer import CallPool, EtaTimer, StockConsumer
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import Fate, JobsSetup, Joined, Reply, Setup
@@ -49,15 +50,19 @@ HELD_S = 0.1
 #: them after every 24, which is eight messages for a batch of 64 jobs.
 MAX_EVENTS = 1000
 
-#: How often other workers may be told of what this device holds, in seconds.
+#: How often other workers may be told of what this device holds, in seconds; and how often it looks
+#: for jobs whose time has come.
 DESCRIBE_S = 1.0
+
+#: For how long a device holds a job until its time, in seconds; others wait in Redis.
+MAX_EARLY_S = 3.0
 
 
 class Turns:
     """What is to be done in the next turn of the feed, or at a time."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.timer: Any = Timer(max_interval=LOOK_S)
+    def __init__(self, wake: Callable[[], None], postpone: Callable[[Any, float], bool]) -> None:
+        self.timer: Any = EtaTimer(postpone, LOOK_S)
         self._due = iter(self.timer)
         self._soon: deque[Callable[[], None]] = deque()
         self._wake = wake
@@ -169,7 +174,7 @@ class Feed:
         #: Set when the main thread has seen that nothing more comes.
         self.closed = threading.Event()
         settings = get_installation(app).settings
-        self.turns = Turns(self._wake)
+        self.turns = Turns(self._wake, self._postpone)
         sizes = (size for each in jobs.sizes.values() for size in each.values())
         self.dispatcher = Dispatcher(
             *(app, settings, setup, max(sizes, default=settings.max_batch_size)),
@@ -239,6 +244,7 @@ class Feed:
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
+        self.source.return_due()
         state: Any = worker_state
         scheduled = len(state.scheduled_requests)
         self._described = self.source.describe(scheduled, self._described)
@@ -502,6 +508,30 @@ class Feed:
                 take(token, key)
                 job.payload.tell_received()
                 self.dispatcher.take_in(job)
+
+    def _postpone(self, request: Any, due_s: float) -> bool:
+        """Has a job wait for its time in Redis, if that is not soon; whether it does."""
+        lease = getattr(request, "lease", None)
+        if due_s - monotonic() < MAX_EARLY_S or lease is None:
+            return False
+        known = lease.store.leases.get(lease.token)
+        if known is None or known.suspect is not None:
+            return False
+        lease.store.postpone(lease.token, self._find_queue(known.key), due_s)
+        request.acknowledged = True
+        return True
+
+    def list_later(self) -> list[Any]:
+        """Celery's requests of the next jobs that wait in Redis for their time."""
+        store = self.source.lease_store
+        if store is None:
+            return []
+        channel, requests = self.source.open_channel(self._accept), []
+        for raw in store.list_later(self.source.names):
+            with suppress(*MALFORMED):
+                message = channel.message_to_python(read_json(raw))
+                requests.append(self.consumer.make_request(message))
+        return requests
 
     def materialise(self) -> None:
         """Makes Celery's requests of all jobs that are here, so that Celery's commands see them."""

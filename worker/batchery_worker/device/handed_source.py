@@ -110,6 +110,9 @@ class HandedSource:
     def select_queues(self, queues: Sequence[str]) -> None:
         """Does nothing: Celery's consumer has them."""
 
+    def return_due(self) -> None:
+        """Does nothing: they wait in this process."""
+
     def describe(self, _scheduled: int, known: str) -> str:
         """Tells nobody."""
         return known

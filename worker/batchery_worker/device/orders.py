@@ -28,6 +28,9 @@ from batchery_worker.ipc.messages import (
 
 logger = logging.getLogger("batchery.device")
 
+#: That of jobs with an ETA among all that Celery's timer has.
+ETA_PRIORITY = 6
+
 #: How long the main thread may take to see that the worker is gone, in seconds.
 LEAVE_S = 1.0
 
@@ -95,10 +98,21 @@ def _obey(device: Device, order: Order) -> str:
                 feed.materialise()
                 state = _State(feed.consumer)
                 found = Panel.data[order.name](state, **order.options)
+                if order.name == "scheduled":
+                    found += [_describe_later(each) for each in feed.list_later()]
+                elif order.name == "query_task":
+                    later = {each.id: each for each in feed.list_later()}
+                    asked = [later[each] for each in order.options["ids"] if each in later]
+                    found |= {each.id: ("scheduled", each.info()) for each in asked}
         return str(dumps(found))
     except Exception as error:
         logger.exception("the order %s has failed", order.name)
         return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+
+def _describe_later(request: Any) -> dict[str, Any]:
+    """What Celery's `scheduled` says of a job that waits for its time."""
+    return {"eta": request.eta.isoformat(), "priority": ETA_PRIORITY, "request": request.info()}
 
 
 class _State:

@@ -402,6 +402,16 @@ class RedisSource:
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
+    def return_due(self) -> None:
+        """Gives the jobs back to the queues of this device whose time will soon have come."""
+        store = self.lease_store
+        if store is None or not self.is_connected:
+            return
+        try:
+            store.return_due(self.names)
+        except (redis.RedisError, OSError) as error:
+            logger.debug("jobs wait for longer than they should: %r", error)
+
     def describe(self, scheduled: int, known: str) -> str:
         """Tells others, through Redis, how much this device holds of each queue.
 

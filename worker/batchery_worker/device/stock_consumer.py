@@ -14,6 +14,7 @@ import redis
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
+from kombu.asynchronous.timer import Timer
 from kombu.common import QoS
 from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
@@ -87,6 +88,28 @@ class LeaseChannel(MessageChannel):
                 raise
         else:
             self.lease_store.ack(token)
+
+
+class EtaTimer(Timer):
+    """Celery's timer, on which nobody waits for long: those jobs wait in Redis."""
+
+    def __init__(self, postpone: Callable[[Any, float], bool], max_interval: float) -> None:
+        """Has nothing to call.
+
+        Args:
+            postpone: Lets a request wait elsewhere until its time, on the clock of
+                `time.monotonic`, if it can; whether it does.
+            max_interval: As of kombu's.
+        """
+        super().__init__(max_interval=max_interval)
+        self._postpone = postpone
+
+    def call_at(self, eta: Any, fun: Any, args: Any = (), *more: Any, **named: Any) -> Any:
+        """Calls a function at the time of a request, its first argument."""
+        if self._postpone(args[0], eta):
+            # Once Celery has noted that it waits here.
+            return self.call_after(0.0, worker_state.task_ready, args[:1])
+        return super().call_at(eta, fun, args, *more, **named)
 
 
 class CallPool:
