@@ -27,6 +27,8 @@ if "MASTER" in os.environ:
     # By Celery's own rule it is chance which of several Sentinels a worker has after a failover.
     app.conf.broker_failover_strategy = lambda urls: chain(urls[:1], repeat(urls[-1]))
 app.conf.worker_eta_task_limit = int(os.environ.get("ETA_LIMIT", "0")) or None
+if "RATE" in os.environ:
+    app.conf.task_annotations = {"*": {"rate_limit": os.environ["RATE"]}}
 app.conf.worker_prefetch_multiplier = int(os.environ.get("PREFETCH", "4"))
 
 

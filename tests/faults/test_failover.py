@@ -170,12 +170,12 @@ def test_worker_that_went_to_another_broker_leaves_no_waiting_job_with_the_first
     book, gate = tmp_path / "book", tmp_path / "gate"
     with OwnRedis(tmp_path / "first") as first:
         env = {"CELERY_BROKER_URL": f"{first.url};{own_redis.url}"}
-        env |= {"CELERY_RESULT_BACKEND": own_redis.url}
+        # What came together does not run together, and waits on the device.
+        env |= {"CELERY_RESULT_BACKEND": own_redis.url, "RATE": "1/s"}
+        send(first.url, [1, 5, 6], book=book, gate=gate)
         worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
-        send(first.url, [5, 6], countdown_s=300, book=book)
-        wait_for(lambda: leased(first) == 2, "the device holds jobs that wait")
-        send(first.url, [1], book=book, gate=gate)
         wait_for(lambda: executions(book) == ["1"], "a batch runs")
+        wait_for(lambda: leased(first) == 3, "the device holds jobs that wait")
         send(first.url, [2], book=book, gate=gate)
         first.kill()
         with client_of(own_redis) as other:
