@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, cast
 
 from celery import Celery, signals
@@ -27,7 +26,6 @@ from batchery.errors import BatcheryError
 from batchery.outcomes import Failed
 from batchery.task import BatchTask
 from batchery_worker.batch import DeviceBatch
-from batchery_worker.commit.committer import broker_client
 from batchery_worker.device.answerer import Answerer
 from batchery_worker.device.feed import Feed
 from batchery_worker.device.functions import EventLoop
@@ -118,7 +116,7 @@ class Device:
             check_device(setup.device)
             self._app = app
         self._reuse = SingleFlight(ResultCache(self._app.backend))
-        self._pieces = PieceWriter(self._app.backend, partial(broker_client, self._app))
+        self._pieces = PieceWriter(self._app.backend)
         self._started = StartedStates(self._app)
         self._answerer = Answerer(
             *(self._app, setup.name, self._reuse, self._pieces, self.tell, self._settle)
