@@ -1,4 +1,4 @@
-"""Models that are replaced while a real worker serves them, and devices that leave and return."""
+"""Models that are replaced while a real worker serves them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,14 +12,14 @@ from apps import shop
 from batchery.cli.control import reload
 from batchery.cli.explain import explain
 from conftest import StartWorker
-from support.harness import Worker, queue_length, wait_for
+from support.harness import Worker, wait_for
 from support.patience import TIMEOUT_S
 from support.served_models import save_writer
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
 
 #: How often the model is replaced under load.
-RELOADS = 50
+RELOADS = 4
 
 SETTINGS = """
 [models.mood]
@@ -30,10 +30,6 @@ model = "{folder}/a"
 kind = "classification"
 model = "{folder}/a"
 cache = true
-
-[models.embed]
-kind = "embedding"
-model = "{folder}/wide"
 
 [models.chat]
 kind = "generation"
@@ -49,8 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for version in "ab":
         save_model(folder / version, "bert", labels=(f"{version}0", f"{version}1"))
-    save_model(folder / "wide", "bert")
-    save_model(folder / "narrow", "bert", hidden_size=16)
     save_writer(folder / "writer")
     (folder / "batchery.toml").write_text(SETTINGS.format(folder=folder))
     return folder
@@ -58,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, folder: Path, client: Celery) -> Worker:
-    queues = ("-Q", "mood,kept,embed,chat")
+    queues = ("-Q", "mood,kept,chat")
     return start_module_worker("batchery.app", *queues, cwd=folder).wait_answers(client)
 
 
@@ -115,22 +109,19 @@ def steady(worker: Worker, client: Celery) -> Iterator[SteadyCallers]:
 def test_a_model_is_replaced_under_load_again_and_again(
     worker: Worker, client: Celery, folder: Path, load: Load, steady: SteadyCallers
 ) -> None:
-    (device, *_) = worker.devices()
-    sizes = []
     for number in range(RELOADS):
         name = "ba"[number % 2]
         version = version_after(load("mood", "--model", folder / name))
         # From now on there are only results of the new one.
         jobs = [send(client, "mood", f"after {number}.{n}") for n in range(3)]
         assert labels(client, jobs) == {version: name}
-        sizes.append(device.memory_info().rss)
-    assert len(steady.answers) > RELOADS
+    steady.wait_more()
     assert sorted(label for _, label in set(steady.answers)) == ["a", "b"]
     done = run(explain, jobs[0].id)
     assert done.output.rstrip().endswith(f"version {version}")
     assert "device process for cpu died" not in worker.log
-    # Versions that were replaced are freed.
-    assert sizes[-1] < 1.3 * sizes[RELOADS // 5]
+    # One for all models, and one for those with slots.
+    wait_for(lambda: len(worker.devices()) == 2, "processes that were replaced have ended")
 
 
 def test_a_version_that_does_not_fit_leaves_the_old_one(
@@ -154,19 +145,6 @@ def test_a_version_that_does_not_fit_leaves_the_old_one(
     assert (done.exit_code, "not reloaded: " in done.output) == (1, True)
 
 
-def test_other_dimensions_must_be_meant(
-    worker: Worker, client: Celery, folder: Path, load: Load
-) -> None:
-    def dimensions() -> int:
-        return len(send(client, "embed", "x").get(timeout=TIMEOUT_S)["vector"])
-
-    done = load("embed", "--model", folder / "narrow")
-    assert (done.exit_code, dimensions()) == (1, 32)
-    assert "have 16 dimensions, and not 32 as before" in done.output
-    version_after(load("embed", "--model", folder / "narrow", "--force"))
-    assert dimensions() == 16
-
-
 def test_results_that_are_kept_are_those_of_their_version(
     worker: Worker, client: Celery, folder: Path, load: Load
 ) -> None:
@@ -177,17 +155,10 @@ def test_results_that_are_kept_are_those_of_their_version(
         assert send(client, "kept", "the same text").get(timeout=TIMEOUT_S) == first
 
 
-def test_a_text_that_is_written_ends_before_its_model_leaves(
+def test_a_model_with_slots_is_not_loaded_twice(
     worker: Worker, client: Celery, folder: Path, load: Load
 ) -> None:
-    long = [send(client, "chat", "the cat", max_new_tokens=400, ignore_eos=True) for _ in range(3)]
-    wait_for(lambda: queue_length(str(client.conf.broker_url), "chat") == 0, "they are taken")
     before = {each.pid for each in worker.devices()}
     done = load("chat")
-    assert done.exit_code == 0, done.output
-    # The old one answers before it ends.
-    wait_for(lambda: len(before & {each.pid for each in worker.devices()}) == 1, "one has gone")
-    assert all(job.get(timeout=TIMEOUT_S)["tokens_out"] == 400 for job in long)
-    done = load("chat", "--model", folder / "nowhere")
-    assert (done.exit_code, "there is no such folder" in done.output) == (1, True)
-    assert send(client, "chat", "the dog", max_new_tokens=2).get(timeout=TIMEOUT_S)
+    assert (done.exit_code, "restart the worker" in done.output) == (1, True)
+    assert before == {each.pid for each in worker.devices()}

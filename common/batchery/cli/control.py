@@ -29,7 +29,6 @@ NOT_DONE = 1
 @click.argument("name")
 @click.option("--model", metavar="FOLDER_OR_ID", help="Instead of what the settings say now.")
 @click.option("--revision", help="Of the model on the hub.")
-@click.option("--force", is_flag=True, help="Also if its vectors have other dimensions.")
 @click.option("--worker", metavar="NAME", help="Only this one, by its whole name; default: all.")
 @with_app
 @timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
@@ -40,16 +39,15 @@ def reload(
     name: str,
     model: str | None,
     revision: str | None,
-    force: bool,
     worker: str | None,
     app: Celery,
     timeout_s: float,
 ) -> None:
     """Load another version of a model while workers serve it; no job is lost.
 
-    Each device loads the new version beside the old one, warms it up, and swaps them between two
-    batches. If the new one does not load, the old one stays. A model that generates text gets a
-    fresh process instead, once its running jobs have ended. NAME is that of the model's task.
+    Beside each device's process another one loads the new version and warms it up, and takes its
+    place. If the new one does not load, the old one stays. Models with slots are not reloaded:
+    restart their worker. NAME is that of the model's task.
 
     \b
     Exit codes:
@@ -62,7 +60,7 @@ def reload(
         # The worker runs elsewhere.
         model = str(Path(model).expanduser().absolute())
     order = {"number": uuid.uuid4().hex, "task": name, "model": model, "revision": revision}
-    answers = follow(app, worker, timeout_s, {**order, "force": force})
+    answers = follow(app, worker, timeout_s, order)
     lines, is_done = describe_reload(name, answers)
     for line in lines:
         click.echo(line)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 from celery import Celery, signals
 from kombu.utils.imports import symbol_by_name
@@ -43,7 +43,6 @@ from batchery_worker.ipc.messages import (
     NotReady,
     Parted,
     Ready,
-    Reload,
     Reply,
     ResultsWait,
     Running,
@@ -183,15 +182,12 @@ class Device:
 
     def _step(self, loop: EventLoop) -> None:
         """Takes a batch, runs it, and has it answered."""
-        # A function, so that an idle device holds no batch, and with it a model that was replaced.
+        # A function, so that an idle device holds no batch, and with it a model that made room.
         self._look_ahead()
         batch = self._ahead.popleft() if self._ahead else self.feed.take()
         if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
             self.feed.read_ahead()
-        with self._context.turn.gate:
-            pass  # A thread that builds a model may hold it.
-        with self._context.turn.running:
-            self._forward(batch, loop.run)
+        self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = batch.forward_ms
         # With nothing else to do meanwhile: another thread would start later.
         # Nor behind a short one: both threads would wait for the interpreter.
@@ -217,7 +213,6 @@ class Device:
             self._told.discard(batch.work.id)
             self._write(Ended(batch.work.id))
         self.feed.end(batch)
-        self._context.unanswered.discard(batch.work.id)
 
     # Jobs in slots
 
@@ -243,8 +238,6 @@ class Device:
             with self._excused(work):
                 pieces = self._pieces.read(work) if work.pieces is not None else ()
             return self._slot_loop.prepare(batch, pieces)
-        # Before its runner chooses a model, which is not freed until the batch is answered.
-        self._context.unanswered.add(work.id)
         started_s = time.perf_counter()
         self._choose_items(batch)
         batch.ended_s = time.perf_counter()
@@ -331,10 +324,6 @@ class Device:
         # left to compute depends on the batch before.
         if batch.deduped is None and not batch.work.urgent:
             self._find_runner(batch.task).start_ahead(batch)
-
-    def reload(self, order: Reload) -> None:
-        """Loads another version of a model beside the one that serves; the worker is told."""
-        self._find_runner(cast(BatchTask, self._app.tasks[order.task])).reload(order)
 
     # What the worker is told
 
