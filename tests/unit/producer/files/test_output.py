@@ -54,7 +54,7 @@ def test_results_and_failures_go_to_different_files(source: Dataset) -> None:
     assert lines("out.errors.jsonl") == [
         {"id": 2, "row": 2, "line": 5, "error": {"type": "ValueError", "message": "größer"}}
     ]
-    assert said == output.first_failure == "in.txt, line 5: ValueError: größer"
+    assert output.first_failure == "in.txt, line 5: ValueError: größer"
 
 
 def test_run_without_failures_has_no_file_of_failures(source: Dataset) -> None:
