@@ -148,7 +148,7 @@ class PieceWriter:
         )
         #: Had the leases of the last pieces that were written in steps.
         self._store_asked: LeaseStore | None = None
-        self._broker = RetryingRedis(self._connect_broker, lambda: None)
+        self._broker: RetryingRedis
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()
         #: The streamed jobs of each batch, by their indexes in it.
@@ -345,17 +345,13 @@ class PieceWriter:
             logger.exception("pieces of %d jobs cannot be written, and are lost", len(taken))
             return LOST * len(taken)
 
-    def _connect_broker(self) -> Any:
-        assert self._store_asked is not None
-        return self._store_asked.client
-
     def _write_in_steps(
         self, store: LeaseStore, context: PieceContext, taken: Taken, looks: bool
     ) -> str:
         """Writes where the leases are on another server."""
         if store is not self._store_asked:
-            self._broker.disconnect()
             self._store_asked = store
+            self._broker = RetryingRedis(lambda: store.client, lambda: None)
         keys, tokens = (store.keys.workers, store.lease_key), " ".join(j.token for j in taken)
         held, _ = self._broker.attempt(
             lambda broker: broker.scripts.run_once("held", keys, store.worker, tokens),

@@ -21,9 +21,6 @@ from batchery_worker.ipc.messages import Setup
 
 logger = logging.getLogger("batchery.pool")
 
-#: Number of orders that are remembered after their end.
-MAX_ORDERS = 16
-
 #: Settings of a model that its task depends on, and so the main process.
 FIXED = ("kind", "engine")
 
@@ -92,9 +89,6 @@ class Reloads:
             except StartError as error:
                 order = ReloadOrder(task, error=str(error))
             self._orders[number] = order
-            for old in list(self._orders)[:-MAX_ORDERS]:
-                if self._orders[old].is_over:
-                    del self._orders[old]
             threading.Thread(target=self._carry_out, args=(order,), daemon=True).start()
         return order.report()
 

@@ -48,7 +48,7 @@ def test_results_and_failures_go_to_different_files(source: Dataset) -> None:
     with Output(source, "out.jsonl") as output:
         output.open(journal(source))
         output.result(record(1, "a"), {"vector": [1.0]})
-        said = output.failure(Record(0, 2, 5, 2), "ValueError", "größer")
+        output.failure(Record(0, 2, 5, 2), "ValueError", "größer")
         output.flush()
     assert lines("out.jsonl") == [{"id": "a", "row": 1, "result": {"vector": [1.0]}}]
     assert lines("out.errors.jsonl") == [
