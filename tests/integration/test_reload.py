@@ -24,11 +24,11 @@ RELOADS = 4
 SETTINGS = """
 [models.mood]
 kind = "classification"
-model = "{folder}/a"
+model = "{folder}/{version}"
 
 [models.kept]
 kind = "classification"
-model = "{folder}/a"
+model = "{folder}/{version}"
 cache = true
 
 [models.chat]
@@ -46,8 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version in "ab":
         save_model(folder / version, "bert", labels=(f"{version}0", f"{version}1"))
     save_writer(folder / "writer")
-    (folder / "batchery.toml").write_text(SETTINGS.format(folder=folder))
+    write_settings(folder, "a")
     return folder
+
+
+def write_settings(folder: Path, version: str) -> None:
+    """From now on the classifiers are of this version."""
+    (folder / "batchery.toml").write_text(SETTINGS.format(folder=folder, version=version))
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +70,18 @@ def run(command: Any, *arguments: object) -> Result:
     return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
 
 
-#: Replaces a model of the worker.
-Load = Callable[..., Result]
+#: Loads a model of the worker anew, in this version.
+Load = Callable[[str, str], Result]
 
 
 @pytest.fixture
-def load(worker: Worker) -> Load:
-    # One that is named need not be looked for, which it must answer in time.
-    return lambda name, *options: run(reload, name, *options, "--worker", worker.name)
+def load(worker: Worker, folder: Path) -> Load:
+    def write_and_load(name: str, version: str) -> Result:
+        write_settings(folder, version)
+        # One that is named need not be looked for, which it must answer in time.
+        return run(reload, name, "--worker", worker.name)
+
+    return write_and_load
 
 
 def send(client: Celery, task: str, item: Any, **keywords: Any) -> Any:
@@ -111,7 +120,7 @@ def test_a_model_is_replaced_under_load_again_and_again(
 ) -> None:
     for number in range(RELOADS):
         name = "ba"[number % 2]
-        version = version_after(load("mood", "--model", folder / name))
+        version = version_after(load("mood", name))
         # From now on there are only results of the new one.
         jobs = [send(client, "mood", f"after {number}.{n}") for n in range(3)]
         assert labels(client, jobs) == {version: name}
@@ -127,29 +136,25 @@ def test_a_model_is_replaced_under_load_again_and_again(
 def test_a_version_that_does_not_fit_leaves_the_old_one(
     worker: Worker, client: Celery, folder: Path, load: Load, steady: SteadyCallers
 ) -> None:
-    before = version_after(load("mood", "--model", folder / "a"))
-    done = load("mood", "--model", folder / "nowhere")
+    before = version_after(load("mood", "a"))
+    done = load("mood", "nowhere")
     assert done.exit_code == 1
     assert "not reloaded, mood goes on as before: " in done.output
     assert "there is no such folder" in done.output
     assert len(done.output.splitlines()) == 1
     assert labels(client, [send(client, "mood", "x")]) == {before: "a"}
     # Settings that were broken meanwhile.
-    settings = folder / "batchery.toml"
-    text = settings.read_text()
-    settings.write_text("[models.mood\n")
-    try:
-        done = load("mood")
-    finally:
-        settings.write_text(text)
-    assert (done.exit_code, "not reloaded: " in done.output) == (1, True)
+    (folder / "batchery.toml").write_text("[models.mood\n")
+    done = run(reload, "mood", "--worker", worker.name)
+    assert (done.exit_code, "not reloaded" in done.output) == (1, True)
+    assert labels(client, [send(client, "mood", "x")]) == {before: "a"}
 
 
 def test_results_that_are_kept_are_those_of_their_version(
     worker: Worker, client: Celery, folder: Path, load: Load
 ) -> None:
     for name in "abab":
-        load("kept", "--model", folder / name)
+        load("kept", name)
         first = send(client, "kept", "the same text").get(timeout=TIMEOUT_S)
         assert first["label"][0] == name
         assert send(client, "kept", "the same text").get(timeout=TIMEOUT_S) == first
@@ -159,6 +164,6 @@ def test_a_model_with_slots_is_not_loaded_twice(
     worker: Worker, client: Celery, folder: Path, load: Load
 ) -> None:
     before = {each.pid for each in worker.devices()}
-    done = load("chat")
+    done = load("chat", "a")
     assert (done.exit_code, "restart the worker" in done.output) == (1, True)
     assert before == {each.pid for each in worker.devices()}

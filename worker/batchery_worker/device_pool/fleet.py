@@ -474,18 +474,13 @@ class Fleet:
 
     # Fresh processes by order
 
-    def renew(self, device: DeviceProcess) -> None:
-        """Gives a device a fresh process, once it is idle and all others are ready."""
-        with self.changed:
-            device.recycle_due = True
-            self._recycle_next()
-
     def recycle(self, modules: Sequence[str]) -> None:
         """Gives every device a fresh process, which imports these modules; no job is lost."""
         with self.changed:
             for device in self.devices:
                 device.setup = replace(device.setup, modules=modules)
-                self.renew(device)
+                device.recycle_due = True
+            self._recycle_next()
 
     def _recycle_next(self) -> None:
         """Recycles the next process that is due, if all devices are ready."""

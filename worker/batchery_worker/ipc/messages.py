@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
-from batchery.settings import ModelSettings
 from batchery.transport.suspects import Deaths
 
 
@@ -61,8 +60,6 @@ class Setup:
     model_memory_bytes: int | None = None
     #: Settings of the Celery app: a program that starts a worker may set them after the import.
     conf: Mapping[str, Any] = field(default_factory=dict)
-    #: By name of a task: the settings of its model, where they are others than those of the app.
-    versions: Mapping[str, ModelSettings] = field(default_factory=dict)
     #: Name of the task whose model must be there at the start, as it was ordered; empty for none.
     reloaded: str = ""
     jobs: JobsSetup = field(default_factory=JobsSetup)

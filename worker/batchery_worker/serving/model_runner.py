@@ -25,8 +25,6 @@ class ModelRunner:
     def __init__(self, context: RunnerContext) -> None:
         """Loads nothing yet."""
         self._context = context
-        #: By name of a task: the settings of its model, where they are not those of the app.
-        self._versions = context.setup.versions
         self._pool = ModelPool(self._load, self._estimate, context.setup, context.memory)
 
     def start(self) -> None:
@@ -108,9 +106,8 @@ class ModelRunner:
     def _load(self, name: str) -> LoadedModel:
         context = self._context
         task = cast(ModelTask, find_task(context.app, name))
-        make_model = partial(task.make_model, self._versions.get(name))
         device = context.setup.device
-        served = serve_model(name, make_model, device, context.memory, gives_json=True)
+        served = serve_model(name, task.make_model, device, context.memory, gives_json=True)
         # Each batch has it, too; but somebody may look before the first one.
         own = get_installation(context.app).settings.max_batch_tokens
         served.limit(task.max_batch_tokens or own)
@@ -120,5 +117,4 @@ class ModelRunner:
 
     def _estimate(self, name: str) -> int | None:
         task = cast(ModelTask, self._context.app.tasks[name])
-        settings = self._versions.get(name) or task.model_settings
-        return estimate_bytes(settings, self._context.device)
+        return estimate_bytes(task.model_settings, self._context.device)
