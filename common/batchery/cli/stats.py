@@ -1,7 +1,7 @@
 """`batchery stats`: what workers do and serve, and what waits in queues."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -93,25 +93,13 @@ def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
     queues = app_queues(app)
     with broker_errors():
         queues |= set(StrayQueues(app).look(queues, ALL_CALLS))
-    now = look(app, queues, timeout_s)
+    now = survey(app, timeout_s, queues)
+    if now.unserved:  # Workers without leases may serve them.
+        with broker_errors():
+            served = set[str]().union(*consumed_queues(app).values())
+        now = replace(now, unserved={*now.unserved} - served)
     click.echo(json.dumps(now.report()) if as_json else render(draw(now)))
     return 0 if now.figures else NO_WORKER
-
-
-def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
-    """A survey that knows which queues are served by workers without leases, too.
-
-    Args:
-        app: The app whose workers are asked.
-        queues: Names of queues that are looked into, whether a worker consumes them or not.
-        timeout_s: How long workers are awaited that live, in seconds.
-    """
-    found = survey(app, timeout_s, queues)
-    if not found.unserved:
-        return found
-    with broker_errors():
-        served = set[str]().union(*consumed_queues(app).values())
-    return replace(found, unserved={*found.unserved} - served)
 
 
 # Tables
