@@ -24,10 +24,6 @@ class Installation:
     @cached_property
     def settings(self) -> Settings:
         """The app's settings, read once, at first use."""
-        return self.read_settings()
-
-    def read_settings(self) -> Settings:
-        """The app's settings as they are now, read anew."""
         return Settings.load(self._app.conf, **self._keywords)
 
     @cached_property

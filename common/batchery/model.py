@@ -63,9 +63,8 @@ class Model:
     def unload(self) -> None:
         """Frees what `load` took, besides memory: once, after the last batch.
 
-        Called when a `batchery.Engine` is closed, when a worker needs the memory for another model,
-        and when `batchery reload` has put another version in its place. Jobs then get a new
-        instance. A device process that ends does not call it.
+        Called when a `batchery.Engine` is closed, and when a worker needs the memory for another
+        model. Jobs then get a new instance. A device process that ends does not call it.
         """
 
     def warm_up(self) -> Sequence[Any]:

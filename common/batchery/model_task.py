@@ -90,15 +90,10 @@ class ModelTask(BatchTask):
         settings = self.model_options.get("settings")
         return settings if isinstance(settings, ModelSettings) else None
 
-    def make_model(self, settings: ModelSettings | None = None) -> Model:
-        """A new model, not loaded yet.
-
-        Args:
-            settings: Of another version of a built-in model; None for its own.
-        """
+    def make_model(self) -> Model:
+        """A new model, not loaded yet."""
         model = symbol_by_name(self.model) if isinstance(self.model, str) else self.model
-        options = {**self.model_options, **({"settings": settings} if settings else {})}
-        return cast(type[Model], model)(**options)
+        return cast(type[Model], model)(**self.model_options)
 
     @property
     def _local_model(self) -> Model:

@@ -1,45 +1,20 @@
-"""What traces of OpenTelemetry need to know of jobs and batches.
+"""What clients need to know of traces of OpenTelemetry.
 
-`batchery.otel` switches it on. Nothing here imports OpenTelemetry, so that clients and workers can
-ask, whether it is installed or not.
+`batchery.otel` switches it on. Nothing here imports OpenTelemetry, so that clients can ask, whether
+it is installed or not.
 """
 
-import contextvars
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class TracedJob:
-    """A job of a batch."""
-
-    #: The headers of its message.
-    headers: Mapping[str, Any]
-    #: The context in which its listeners were called: one of them may have begun a span there.
-    context: contextvars.Context | None = None
-
-
-class Tracing(Protocol):
+class Tracing(NamedTuple):
     """What `batchery.otel` does."""
 
-    def headers(self) -> dict[str, str]:
-        """The headers that carry the current trace to a worker; empty without one."""
-
-    def batch(
-        self, task: str, jobs: Sequence[TracedJob], duration_s: float, info: Mapping[str, Any]
-    ) -> None:
-        """Makes the span of a batch that was answered.
-
-        Args:
-            task: Name of the task.
-            jobs: Those of the batch.
-            duration_s: How long the device had it, in seconds.
-            info: Facts of the batch, as they are stored with each result.
-        """
-
-    def is_receiver(self, receiver: Any) -> bool:
-        """Whether a receiver of `before_task_publish` is the one that adds `headers`."""
+    #: Makes the headers that carry the current trace to a worker; empty without one.
+    make_headers: Callable[[], dict[str, str]]
+    #: The receiver of `before_task_publish` that adds them.
+    receiver: Callable[..., None]
 
 
 _tracing: Tracing | None = None
@@ -51,11 +26,11 @@ def switch(tracing: Tracing | None) -> None:
     _tracing = tracing
 
 
-def current_tracing() -> Tracing | None:
-    """What makes traces; None if nothing does."""
-    return _tracing
+def is_receiver(receiver: Any) -> bool:
+    """Whether a receiver of `before_task_publish` is the one that adds `trace_headers`."""
+    return _tracing is not None and receiver is _tracing.receiver
 
 
 def trace_headers() -> dict[str, str]:
     """The headers that carry the current trace to a worker; empty without one."""
-    return {} if _tracing is None else _tracing.headers()
+    return {} if _tracing is None else _tracing.make_headers()

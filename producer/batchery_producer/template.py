@@ -19,7 +19,7 @@ from celery.utils.text import truncate
 from kombu.utils import json as kombu_json
 
 from batchery.task import BatchTask, refuse_item
-from batchery.tracing import current_tracing
+from batchery.tracing import is_receiver
 from batchery.transport.codec import writes_kombus_json
 
 #: A receiver of these may look at each message, and change it.
@@ -56,12 +56,8 @@ def are_alike(app: Celery, task: str) -> bool:
 
 def _is_listened_to(signal: Any, task: str) -> bool:
     """Whether a publish signal has a receiver, besides ours for traces: that is for all copies."""
-    tracing = current_tracing()
-    return any(
-        tracing is None or not tracing.is_receiver(receiver)
-        # Celery has no public way to list the receivers, only to ask whether there is one.
-        for receiver in signal._live_receivers(task)
-    )
+    # Celery has no public way to list the receivers, only to ask whether there is one.
+    return not all(map(is_receiver, signal._live_receivers(task)))
 
 
 def _is_sent_as_celery_does(task: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An app with traces of OpenTelemetry: Batchery's own, and those of Celery's instrumentor."""
+"""An app whose jobs carry traces of OpenTelemetry, and whose worker makes spans of them."""
 
 import json
 import os
@@ -38,12 +38,7 @@ def plain(span: ReadableSpan) -> dict[str, Any]:
     return {
         "name": span.name,
         "trace": span.context.trace_id,
-        "id": span.context.span_id,
         "parent": span.parent.span_id if span.parent else None,
-        "links": [link.context.span_id for link in span.links],
-        "start": span.start_time,
-        "end": span.end_time,
-        "attributes": dict(span.attributes or {}),
     }
 
 

@@ -76,23 +76,32 @@ def test_a_version_that_does_not_load_changes_nothing(
     assert (done.exit_code, "no worker serves a model 'unknown'" in done.output) == (1, True)
 
 
-def test_a_device_that_is_killed_while_it_loads(start_worker: StartWorker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_process_that_is_killed_while_another_loads(
+    start_worker: StartWorker, tmp_path: Path, is_fresh: bool
+) -> None:
     worker = start(start_worker, tmp_path)
+    (old,) = worker.devices()
     (tmp_path / "version").write_text("v1")
     (tmp_path / "gate").touch()
     with SteadyCallers(call) as callers, ThreadPoolExecutor(1) as pool:
         callers.wait_more(1)
         ordered = pool.submit(run, reload, "text")
         wait_for((tmp_path / "loading").exists, "the new version is being loaded", TIMEOUT_S)
-        (device,) = worker.devices()
-        device.kill()
+        (fresh,) = [each for each in worker.devices() if each.pid != old.pid]
+        (fresh if is_fresh else old).kill()
         (tmp_path / "gate").unlink()
         done = ordered.result(TIMEOUT_S)
-        assert done.exit_code == 1
-        assert "its process ended while it loaded the new version" in done.output
-        # The file is another one by now, so what starts anew has the new one.
+        if is_fresh:
+            assert done.exit_code == 1
+            assert (
+                "goes on as before: device process for cpu died: killed by signal 9" in done.output
+            )
+            assert set(callers.answers) == {"v0"}
+            assert run(reload, "text").exit_code == 0
+        else:
+            assert done.exit_code == 0, done.output
         callers.wait_more()
-        assert run(reload, "text").exit_code == 0
     assert set(callers.answers) == {"v0", "v1"}
 
 

@@ -136,10 +136,9 @@ def test_models_above_the_limit_are_reloaded_under_load(
         return [job.get(timeout=TIMEOUT_S)["model"] == name for name, job in jobs]
 
     with SteadyCallers(call, threads=2) as callers:
-        for _ in range(3):
-            for name in swapping.NAMES:
-                assert order(name).exit_code == 0
-            callers.wait_more()
+        for name in swapping.NAMES:
+            assert order(name).exit_code == 0
+        callers.wait_more()
     assert all(callers.answers)
     (tmp_path / "two").write_text(str(2 * swapping.HELD_BYTES))
     done = order("two")
@@ -147,7 +146,8 @@ def test_models_above_the_limit_are_reloaded_under_load(
     assert "not reloaded, two goes on as before: model 'two': needs 2.0 MiB" in done.output
     (tmp_path / "two").unlink()
     assert all(call())
-    assert len({pid for _, _, pid in read_book(book)}) == 1
+    # The first process, one for each version, and one that had no place.
+    assert len({pid for _, _, pid in read_book(book)}) == 5
     assert "Traceback" not in worker.log
 
 

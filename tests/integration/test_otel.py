@@ -1,4 +1,4 @@
-"""A trace of OpenTelemetry: from the caller of a job through its batch to its result."""
+"""A trace of OpenTelemetry: from the caller of a job to the worker that runs it."""
 
 import asyncio
 import json
@@ -34,37 +34,27 @@ def tracer(worker: Worker, redis_url: str) -> Iterator[Any]:
         redis.delete(traced.SPANS)
 
 
-def spans(redis_url: str, jobs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The spans of the jobs, and of their batches, once all are there."""
+def spans(redis_url: str, jobs: int) -> list[dict[str, Any]]:
+    """The spans of the jobs, once all are there."""
 
     def found() -> Any:
         with open_redis(redis_url) as redis:
             made = [json.loads(line) for line in redis.lrange(traced.SPANS, 0, -1)]
         of_jobs = [each for each in made if each["name"] == "run/traced.shout"]
-        of_batches = [each for each in made if each["name"] == "process traced.shout"]
-        links = sum(len(each["links"]) for each in of_batches)
-        return len(of_jobs) == links == jobs and (of_jobs, of_batches)
+        return len(of_jobs) == jobs and of_jobs
 
-    of_jobs, of_batches = wait_for(found, f"the spans of {jobs} jobs")
-    return of_jobs, of_batches
+    of_jobs: list[dict[str, Any]] = wait_for(found, f"the spans of {jobs} jobs")
+    return of_jobs
 
 
 @pytest.mark.parametrize("word", ["work", "fail"])
-def test_trace_leads_from_the_caller_to_the_batch(tracer: Any, redis_url: str, word: str) -> None:
+def test_trace_leads_from_the_caller_to_the_job(tracer: Any, redis_url: str, word: str) -> None:
     with tracer.start_as_current_span("caller") as caller:
         job = traced.shout.delay(word)
     job.get(timeout=TIMEOUT_S, propagate=False)
-    (of_job,), (of_batch,) = spans(redis_url, 1)
+    (of_job,) = spans(redis_url, 1)
     context = caller.get_span_context()
     assert (of_job["trace"], of_job["parent"]) == (context.trace_id, context.span_id)
-    assert of_batch["links"] == [of_job["id"]]
-    # The job's span contains the computation.
-    assert of_job["start"] <= of_batch["start"] <= of_batch["end"] <= of_job["end"]
-    attributes = of_batch["attributes"]
-    assert attributes["messaging.batch.message_count"] == 1
-    assert attributes["messaging.destination.name"] == "traced.shout"
-    assert attributes["batchery.device"] == "cpu"
-    assert attributes["batchery.forward_ms"] >= 0
 
 
 @pytest.mark.parametrize("how", ["submit_many", "Client"])
@@ -76,10 +66,7 @@ def test_trace_of_a_caller_rides_on_jobs_in_bulk(tracer: Any, redis_url: str, ho
         else:
             with Client(traced.app) as client:
                 assert len(list(client.task("traced.shout").map(words))) == 50
-    of_jobs, of_batches = spans(redis_url, 50)
-    assert {each["trace"] for each in of_jobs} == {caller.get_span_context().trace_id}
-    links = [link for each in of_batches for link in each["links"]]
-    assert sorted(links) == sorted(each["id"] for each in of_jobs)
+    assert {each["trace"] for each in spans(redis_url, 50)} == {caller.get_span_context().trace_id}
 
 
 def test_each_call_of_an_asynchronous_client_carries_its_own_trace(
@@ -96,6 +83,5 @@ def test_each_call_of_an_asynchronous_client_carries_its_own_trace(
             return await asyncio.gather(*(call(client, word) for word in ("a", "b")))
 
     of_callers = asyncio.run(both())
-    of_jobs, _ = spans(redis_url, 2)
     assert len(set(of_callers)) == 2
-    assert {each["trace"] for each in of_jobs} == set(of_callers)
+    assert {each["trace"] for each in spans(redis_url, 2)} == set(of_callers)

@@ -16,6 +16,7 @@ from batchery import (
     UnserialisableResult,
 )
 from batchery.protocol.pieces import MAX_WAKES, READER_S
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.work import PieceContext, Work
@@ -24,16 +25,6 @@ from support.own_redis import OwnRedis
 from support.patience import patient
 
 LEASES = "batchery:lease:me"
-LEASED = PieceContext(
-    tokens={0: "7"},
-    resumed=(),
-    max_pieces=1000,
-    grace_s=30,
-    worker="me",
-    workers_key="batchery:workers",
-    lease_key=LEASES,
-    broker_db=1,
-)
 
 
 class Pen:
@@ -45,7 +36,10 @@ class Pen:
         self.leases: Any = redis.Redis.from_url(f"{url[:-1]}1")
         self.leases.zadd("batchery:workers", {"me": 1})
         self.leases.hset(LEASES, "7", "celery\0message")
-        self.writer = PieceWriter(self.app.backend, lambda: redis.Redis.from_url(f"{url[:-1]}1"))
+        store = LeaseStore(self.leases, "", 5.0)
+        store.worker, store.lease_key = "me", LEASES
+        self.leased = PieceContext({0: "7"}, resumed=(), max_pieces=1000, grace_s=30, store=store)
+        self.writer = PieceWriter(self.app.backend)
         self._works: list[Work] = []
 
     def stream(self) -> None:
@@ -61,9 +55,9 @@ class Pen:
     def wakes(self, reader: str = "me") -> list[bytes]:
         return [entry[b"k"] for _, entry in self.results.xrange(f"batchery-wake:{reader}")[1:]]
 
-    def work(self, context: PieceContext = LEASED, task_id: str = "job") -> Work:
-        number = len(self._works) + 1
-        work = Work(number, "task", {}, [(task_id, ["item"], False)], 8, None, pieces=context)
+    def work(self, context: PieceContext | None = None, task_id: str = "job") -> Work:
+        number, pieces = len(self._works) + 1, context or self.leased
+        work = Work(number, "task", {}, [(task_id, ["item"], False)], 8, None, pieces=pieces)
         self._works.append(work)
         return work
 
@@ -166,7 +160,7 @@ def test_what_is_sent_again_is_there_once_and_a_job_goes_on_after_it(pen: Pen) -
     anew = pen.work()
     assert pen.writer.read(anew) == []
     pen.write(anew, "a", "b", "c")
-    resumed = pen.work(replace(LEASED, resumed=["job"]))
+    resumed = pen.work(replace(pen.leased, resumed=["job"]))
     assert pen.writer.read(resumed) == ["a", "b", "c"]
     pen.write(resumed, "d")
     assert [number for number, _ in pen.written()] == ["1-0", "2-0", "3-0", "4-0"]
@@ -175,12 +169,12 @@ def test_what_is_sent_again_is_there_once_and_a_job_goes_on_after_it(pen: Pen) -
 
 def test_a_job_whose_first_pieces_were_dropped_begins_anew(pen: Pen) -> None:
     pen.stream()
-    work = pen.work(replace(LEASED, max_pieces=1))
+    work = pen.work(replace(pen.leased, max_pieces=1))
     pen.writer.read(work)
     for number in range(300):
         pen.write(work, number)
     assert len(pen.written()) < 300
-    assert pen.writer.read(pen.work(replace(LEASED, resumed=["job"]))) == []
+    assert pen.writer.read(pen.work(replace(pen.leased, resumed=["job"]))) == []
 
 
 @pytest.mark.parametrize(
@@ -194,7 +188,7 @@ def test_a_stream_in_which_others_wrote_what_is_no_piece_is_that_of_a_new_job(
     else:
         pen.stream()
         pen.results.xadd("batchery-pieces:job", {"p": piece}, id="1-0")
-    assert pen.writer.read(pen.work(replace(LEASED, resumed=["job"]))) == []
+    assert pen.writer.read(pen.work(replace(pen.leased, resumed=["job"]))) == []
 
 
 def test_without_leases_pieces_are_written_all_the_same(pen: Pen) -> None:

@@ -42,20 +42,16 @@ def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
-def test_stats_tell_what_workers_do_and_serve(
+def test_stats_tell_what_workers_do(
     worker: Worker, redis_url: str, start_module_worker: StartWorker
 ) -> None:
     # It knows nothing of Batchery.
     stock = start_module_worker("apps.stock", "-Q", "elsewhere").wait_answers(shop.app)
     shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
 
-    def look() -> Any:
-        code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--json")
-        assert code == 0, err
-        return stock.name in out and json.loads(out)
-
-    # Workers that Redis does not know are not awaited for long.
-    report = wait_for(look, "both have answered in time", TIMEOUT_S)
+    code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--json")
+    assert code == 0, err
+    report = json.loads(out)
     assert report["workers"].keys() == {worker.name}
     figures = report["workers"][worker.name]
     assert figures["devices"]["cpu"]["state"] == "ready"
@@ -66,10 +62,6 @@ def test_stats_tell_what_workers_do_and_serve(
     assert sum(shouted["batch_sizes"].values()) == shouted["batches"]
     assert {"celery", "embed"} <= report["queues"].keys() == report["oldest_s"].keys()
     assert figures["devices"]["cpu"]["done"]["items"] == figures["batches"]["items"]
-    served = {each["task"]: (each["kind"], each["workers"]) for each in report["tasks"]}
-    assert served[shop.shout.name] == ("batch", [worker.name])
-    assert served["embed"] == ("model", [worker.name])
-    assert served["apps.stock.late"] == ("ordinary", [stock.name])
     assert "pidbox command error" not in stock.log
 
 

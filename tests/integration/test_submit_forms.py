@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from batchery_producer import submit_file
-from support.bulk_runs import APP, QUEUE, Command, read_rows
+from support.bulk_runs import APP, QUEUE, read_rows
 from support.harness import Worker
 from support.patience import patient
 
@@ -37,23 +37,3 @@ def test_a_cell_of_a_table_that_no_message_can_have_fails_alone(
         assert [(each["id"], each["error"]["type"]) for each in errors] == [
             (id_, "InvalidLine") for id_ in failed
         ]
-
-
-@pytest.mark.parametrize("bad", ['{"id": 3}', '{"text": "raise"}'], ids=["line", "job"])
-def test_the_first_failure_can_end_the_run(
-    tmp_path: Path, redis_url: str, worker: Worker, bad: str
-) -> None:
-    source = tmp_path / "in.jsonl"
-    good = '{"text": "fine"}\n'
-    source.write_text(good * 2 + bad + "\n" + good * 2000)
-    arguments = [str(source), "-A", APP, "--task", f"{APP}.nasty", "-o", "out.jsonl"]
-    command = Command(tmp_path, redis_url, *arguments, "--on-error", "stop", "--window", "8")
-    code, _, stderr = command.end()
-    assert code == 1
-    assert f"stopped at {source}, line 3: " in stderr
-    assert "--resume goes on from here" in stderr
-    assert len(read_rows(tmp_path / "out.errors.jsonl")) == 1
-    assert len(read_rows(tmp_path / "out.jsonl")) < 2000
-    code, _, stderr = Command(tmp_path, redis_url, *arguments, "--resume").end()
-    assert code == 1, stderr
-    assert len(read_rows(tmp_path / "out.jsonl")) == 2002

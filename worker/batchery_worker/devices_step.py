@@ -97,7 +97,7 @@ class DevicesStep(_Step):  # type: ignore[misc]
         devices = [DeviceProcess(each.with_queues(plan.sizes), start) for each in setups]
         make_holding: Any = HandedJobs if plan.jobs.is_handed else partial(HolderBeats, app)
         self.fleet = parent.fleet = Fleet(settings, devices, make_holding, _on_lost)
-        parent.reloads = Reloads(app, self.fleet)
+        parent.reloads = Reloads(self.fleet)
         self._has_other_work = plan.has_other_work
         if not plan.in_process:
             # Threads have their jobs where Celery's own commands look.

@@ -171,9 +171,11 @@ class HandedJobs(Holding):
         for device in self._fleet.devices:
             device.tell(Forget())
 
-    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
+    def leave(
+        self, device: DeviceProcess, batches: Sequence[WatchedBatch], *, is_death: bool
+    ) -> None:
         """Hands on what a device had."""
-        jobs = [job for job in self._jobs.values() if job.device and job.device.name == device]
+        jobs = [job for job in self._jobs.values() if job.device is device]
         if is_death:
             self._blame(jobs, batches)
         for job in jobs:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from time import monotonic
 from typing import Any
 
 from batchery.errors import DeadlineExceeded, counted
@@ -19,7 +18,6 @@ from batchery.protocol.figures import (
     find_bound,
     report,
 )
-from batchery.tracing import TracedJob, current_tracing
 from batchery_worker.batch import DeviceBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -132,20 +130,3 @@ def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: flo
         info["device"],
         f", version {info['version']}" if "version" in info else "",
     )
-
-
-def trace_batch(batch: DeviceBatch) -> None:
-    """Makes the span of a batch that was answered; if somebody traces."""
-    tracing = current_tracing()
-    if tracing is None:
-        return
-    calls = [job.payload for job in batch.formed.jobs]
-    traced = [
-        TracedJob(call.message, None if call.listened is None else call.listened.context)
-        for call in calls
-    ]
-    duration_s = monotonic() - batch.formed_s
-    try:
-        tracing.batch(batch.work.task, traced, duration_s, batch.info)
-    except Exception:
-        logger.exception("a batch of %s cannot be traced", batch.work.task)

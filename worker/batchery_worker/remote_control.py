@@ -38,10 +38,10 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
 
 
 @control_command(name=RELOAD)
-def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]:
+def reload(state: Any, number: str, task: str) -> dict[str, Any]:
     """Loads another version of a model; asked again, it says how far that is."""
     reloads = getattr(state.consumer.controller, "reloads", None)
-    return NO_DEVICE if reloads is None else dict(reloads.begin(number, task, **options))
+    return NO_DEVICE if reloads is None else dict(reloads.begin(number, task))
 
 
 def _queues(consumer: Any) -> list[str]:

@@ -51,14 +51,8 @@ class PieceContext:
     max_pieces: int
     #: How long a job goes on without a reader, in seconds.
     grace_s: float
-    #: Id by which this device holds leases; empty where there are none, as the next ones.
-    worker: str = ""
-    #: ZSET of all workers, in the broker's database.
-    workers_key: str = ""
-    #: HASH of this device's leases, in the broker's database.
-    lease_key: str = ""
-    #: Number of the broker's database.
-    broker_db: int = 0
+    #: Has the leases of its jobs; None where there are none.
+    store: LeaseStore | None = None
 
 
 class SlotLimits(NamedTuple):

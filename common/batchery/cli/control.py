@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -27,9 +26,6 @@ NOT_DONE = 1
 
 @click.command()
 @click.argument("name")
-@click.option("--model", metavar="FOLDER_OR_ID", help="Instead of what the settings say now.")
-@click.option("--revision", help="Of the model on the hub.")
-@click.option("--force", is_flag=True, help="Also if its vectors have other dimensions.")
 @click.option("--worker", metavar="NAME", help="Only this one, by its whole name; default: all.")
 @with_app
 @timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
@@ -38,18 +34,15 @@ def reload(
     context: click.Context,
     *,
     name: str,
-    model: str | None,
-    revision: str | None,
-    force: bool,
     worker: str | None,
     app: Celery,
     timeout_s: float,
 ) -> None:
-    """Load another version of a model while workers serve it; no job is lost.
+    """Load a model as the settings say now, while workers serve it; no job is lost.
 
-    Each device loads the new version beside the old one, warms it up, and swaps them between two
-    batches. If the new one does not load, the old one stays. A model that generates text gets a
-    fresh process instead, once its running jobs have ended. NAME is that of the model's task.
+    Beside each device's process another one loads the new version and warms it up, and takes its
+    place. If the new one does not load, the old one stays. Models with slots are not reloaded:
+    restart their worker. NAME is that of the model's task.
 
     \b
     Exit codes:
@@ -58,11 +51,7 @@ def reload(
       2    could not start: no such app, or its broker does not answer
       130  interrupted; the workers go on
     """  # noqa: D301 (click looks for this character)
-    if model and Path(model).expanduser().exists():
-        # The worker runs elsewhere.
-        model = str(Path(model).expanduser().absolute())
-    order = {"number": uuid.uuid4().hex, "task": name, "model": model, "revision": revision}
-    answers = follow(app, worker, timeout_s, {**order, "force": force})
+    answers = follow(app, worker, timeout_s, {"number": uuid.uuid4().hex, "task": name})
     lines, is_done = describe_reload(name, answers)
     for line in lines:
         click.echo(line)

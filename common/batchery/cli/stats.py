@@ -1,10 +1,9 @@
 """`batchery stats`: what workers do and serve, and what waits in queues."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import click
 from celery import Celery
@@ -17,14 +16,10 @@ from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import broker_errors, describe, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
-    DISCOVERY_S,
     PATIENCE_S,
-    Registered,
     Survey,
-    aliases_in,
     app_queues,
     consumed_queues,
-    registered_tasks,
     survey,
 )
 from batchery.protocol.figures import GIVEN_UP, WorkerFigures
@@ -34,9 +29,6 @@ NO_WORKER = 1
 
 #: Shown where there is no figure yet.
 NONE = "-"
-
-#: Attributes of tasks that tell what a task is.
-FIELDS = ("model_queue", "model_aliases", "is_installed")
 
 #: What is shown of each thing: the paths of its figures.
 DEVICE = (
@@ -101,38 +93,13 @@ def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
     queues = app_queues(app)
     with broker_errors():
         queues |= set(StrayQueues(app).look(queues, ALL_CALLS))
-    now = look(app, queues, timeout_s)
+    now = survey(app, timeout_s, queues)
+    if now.unserved:  # Workers without leases may serve them.
+        with broker_errors():
+            served = set[str]().union(*consumed_queues(app).values())
+        now = replace(now, unserved={*now.unserved} - served)
     click.echo(json.dumps(now.report()) if as_json else render(draw(now)))
     return 0 if now.figures else NO_WORKER
-
-
-def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
-    """A survey with the tasks of all workers that answer soon.
-
-    Args:
-        app: The app whose workers are asked.
-        queues: Names of queues that are looked into, whether a worker consumes them or not.
-        timeout_s: How long workers are awaited that live, in seconds.
-    """
-    found = survey(app, timeout_s, queues)
-    unserved = {*found.unserved}
-    with broker_errors():
-        if unserved:  # Workers without leases may serve them.
-            unserved -= set[str]().union(*consumed_queues(app).values())
-        tasks = registered_tasks(app, FIELDS, DISCOVERY_S)
-    return replace(found, tasks=list_served(tasks), unserved=unserved)
-
-
-def list_served(found: Registered) -> list[dict[str, Any]]:
-    """One entry per task, sorted by name: what it is, its queue, other names, and its workers."""
-    served: dict[str, dict[str, Any]] = {}
-    for worker, tasks in found.items():
-        for name, info in tasks.items():
-            queue = info.get("model_queue")
-            kind = "model" if queue else "batch" if "is_installed" in info else "ordinary"
-            new = {"task": name, "kind": kind, "queue": queue, "aliases": aliases_in(info)}
-            served.setdefault(name, {**new, "workers": []})["workers"].append(worker)
-    return [each for _, each in sorted(served.items())]
 
 
 # Tables
@@ -150,14 +117,6 @@ def draw(now: Survey) -> RenderableType:
     ]
     count = Column("jobs waiting in the broker", justify="right")
     parts.append(_draw_table(waiting, "queue", count, ""))
-    tasks = [
-        (
-            *(each["task"], each["kind"], each["queue"] or "routed"),
-            *(", ".join(each[name]) for name in ("aliases", "workers")),
-        )
-        for each in now.tasks
-    ]
-    parts.append(_draw_table(tasks, "task", "kind", "queue", "also called", "workers"))
     if now.dead_letters:
         parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
     return Group(*parts)

@@ -74,7 +74,6 @@ class Survey:
         undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
         strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
         unserved: Queues with jobs that no worker consumes, as far as workers say what they do.
-        tasks: What workers serve, as `batchery stats` lists it; empty where they were not asked.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -88,7 +87,6 @@ class Survey:
     undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
     strays: Mapping[str, int] = field(default_factory=dict)
     unserved: Collection[str] = ()
-    tasks: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -131,7 +129,6 @@ class Survey:
             "unserved": sorted(self.unserved),
             "dead_letters": self.dead_letters,
             "oldest_s": {**self.oldest_s},
-            "tasks": [*self.tasks],
         }
 
 
@@ -322,7 +319,8 @@ def name_tasks(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, there, n=1)
     question = f"did you mean {near[0]!r}? " if near else ""
     more = f" and {len(there) - MAX_NAMED} more" if len(there) > MAX_NAMED else ""
-    return f"{question}there are {', '.join(there[:MAX_NAMED])}{more} (see `batchery stats`)"
+    known = ", ".join(there[:MAX_NAMED])
+    return f"{question}there are {known}{more} (see `celery inspect registered`)"
 
 
 # The broker

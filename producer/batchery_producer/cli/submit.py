@@ -86,7 +86,6 @@ def _read_options(_context: Any, _parameter: Any, values: Sequence[str]) -> dict
 
 NUMBER = click.IntRange(min=1)
 PRIORITY = click.IntRange(0, LOWEST_PRIORITY)
-ON_ERROR = click.Choice(["continue", "stop"])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -97,7 +96,6 @@ ON_ERROR = click.Choice(["continue", "stop"])
 @click.option("--ordered", is_flag=True, help="Keep SOURCE's order; writes the output at the end.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--resume", is_flag=True, help="Finish an existing output.")
-@click.option("--on-error", type=ON_ERROR, default="continue", help="What to do after a failure.")
 @click.option("--format", type=click.Choice(FORMATS), help="Default: by SOURCE's extension.")
 @click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
 @click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the row's number.")
@@ -149,7 +147,7 @@ def submit(
     \b
     Exit codes:
       0    every row has a result
-      1    some rows failed, or --on-error=stop met the first; they are in the file of failures
+      1    some rows failed; they are in the file of failures
       2    could not start, or the output can no longer be written: the disk is full, for example
       3    gave up: no result, or no room in the queue, for --timeout; or Redis stayed away for
            two minutes
@@ -157,7 +155,6 @@ def submit(
       130  interrupted
     """  # noqa: D301 (click looks for this character)
     quiet, as_json = flags.pop("quiet"), flags.pop("as_json")
-    flags["stop_at_failure"] = flags.pop("on_error") == "stop"
     if as_json and output == STANDARD_STREAM:
         raise click.UsageError("--json and -o - both want stdout")
     with Interrupt() as interrupt:
@@ -193,7 +190,7 @@ def describe(summary: Summary) -> str:
         first += f"; results in {summary.results}"
     lines = [f"batchery: {summary.message}", first] if summary.message else [first]
     if summary.errors:
-        why = summary.first_failure if summary.first_failure not in summary.message else ""
+        why = summary.first_failure
         reason = f"; the first: {shorten(why, REASON_CHARS)}" if why else ""
         lines.append(f"failures in {summary.errors}{reason}")
     if summary.before:

@@ -39,28 +39,28 @@ class Journal:
         run: Random, 16 hexadecimal digits.
         settings: What the results depend on: task, keywords, fields.
         files: Names of the input's files.
-        fingerprints: Of the input's files.
+        versions: Of the input's files: texts that change with them.
     """
 
     run: str
     settings: Mapping[str, Any]
     files: Sequence[str]
-    fingerprints: Sequence[str]
+    versions: Sequence[str]
 
     @classmethod
     def of(cls, sources: Sequence[Source], settings: Mapping[str, Any]) -> Self:
         """Begins a run.
 
         Raises:
-            DatasetError: The input cannot be read, or has too many files.
+            DatasetError: The input has too many files.
         """
         if len(sources) > MAX_SOURCES:
             raise DatasetError(f"{len(sources):,} files; the maximum is {MAX_SOURCES:,}")
         names = [each.name for each in sources]
-        prints = [each.fingerprint() for each in sources if each.size_bytes is not None]
+        versions = [each.version for each in sources if each.size_bytes is not None]
         # As they are read again: JSON makes lists of tuples, and texts of times.
         stored = json.loads(encoded(settings))
-        return cls(secrets.token_hex(8), stored, names, prints)
+        return cls(secrets.token_hex(8), stored, names, versions)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -106,8 +106,8 @@ class Journal:
                     f"{name}: {after!r} now, {before!r} when the run began; use the same again to"
                     " resume, or --overwrite to begin anew"
                 )
-        for file, *prints in zip(now.files, self.fingerprints, now.fingerprints, strict=True):
-            if prints[0] != prints[1]:
+        for file, before, after in zip(now.files, self.versions, now.versions, strict=True):
+            if before != after:
                 raise DatasetError(
                     f"{file}: has changed since the run began, so results would belong to other"
                     " rows; --overwrite computes all of them anew"

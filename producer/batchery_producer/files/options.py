@@ -33,7 +33,7 @@ class Snapshot:
         succeeded: Number of results that were written.
         failed: Number of jobs that failed, and of rows that could not become jobs.
         in_flight: Number of jobs that were sent and have not ended.
-        rate: Results and failures per second, over the last seconds.
+        rate: Results and failures per second, over the whole run.
         total: Number of rows of the input; an estimate by bytes until it is read, None for a pipe.
     """
 
@@ -118,7 +118,6 @@ class SubmitOptions:
         overwrite: Replace an output that is there.
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the
             earlier run that are still in flight are awaited, not sent again.
-        stop_at_failure: End the run when a job fails, or a row cannot become a job.
         window: Maximum number of jobs in flight.
         expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
         timeout_s: Give up when no result has come for so long, in seconds; by default never.
@@ -142,7 +141,6 @@ class SubmitOptions:
     ordered: bool = False
     overwrite: bool = False
     resume: bool = False
-    stop_at_failure: bool = False
     window: int = WINDOW
     expires_s: float | None = None
     timeout_s: float | None = None

@@ -209,22 +209,17 @@ class Output:
         """Adds the result of a job; returns why it cannot be written, or an empty text."""
         return self.results.write({**self._head(row), "result": result})
 
-    def failure(self, row: Record, type_: str, message: str) -> str:
-        """Adds a job that failed, or a row that could not become one; what is too long is cut.
-
-        Returns:
-            Where the failure was, and why.
-        """
+    def failure(self, row: Record, type_: str, message: str) -> None:
+        """Adds a job that failed, or a row that could not become one; what is too long is cut."""
         error = {"type": type_, "message": message[:MAX_MESSAGE_CHARS]}
         entry = {**self._head(row), "line": row.line, "error": error}
         if self.errors.write(entry):
             self.errors.write({**entry, "id": None})
-        return self._note_failure(row, type_, message)
+        self._note_failure(row, type_, message)
 
-    def _note_failure(self, row: Record, type_: Any, message: Any) -> str:
+    def _note_failure(self, row: Record, type_: Any, message: Any) -> None:
         said = f"{self._source.line_name(row)}: {type_}: {message}"
         self.first_failure = self.first_failure or said
-        return said
 
     def _head(self, row: Record) -> dict[str, Any]:
         files = self._source.names if self.journal is None else self.journal.files

@@ -7,7 +7,6 @@ thread: a `Stream` sends jobs and gives their answers.
 import base64
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -44,11 +43,6 @@ from batchery_producer.stream import WAIT_S, NewJob, Stream
 from batchery_producer.template import encode_item
 
 T = TypeVar("T")
-
-#: Number of samples of the count over which the rate is measured, and the time between two, in
-#: seconds: a shorter span jumps with every batch, a longer one hides changes.
-RATE_SAMPLES = 30
-SAMPLE_S = 0.5
 
 #: Error type of rows that cannot become a job.
 INVALID_LINE = "InvalidLine"
@@ -189,7 +183,6 @@ class FileRun:
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
         self._succeeded = self._failed = self._submitted = 0
-        self._stopped_by = ""
         self._in_flight: Collection[str] | None = None
 
     def run(self, rows: Feed[Record], output: Output) -> Summary:
@@ -204,7 +197,6 @@ class FileRun:
         assert output.journal is not None
         self._output, self._journal = output, output.journal
         self._began_s = time.monotonic()
-        self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
         self._feed = rows
         with closing(self._collector), closing(self._broker):
             ending, message = self._run()
@@ -234,7 +226,7 @@ class FileRun:
         """How the run ended, and why if early."""
         ending, message = Ending.SUCCEEDED, ""
         try:
-            while not (self._is_done or self._is_stopped()):
+            while not (self._is_done or self._options.stop()):
                 jobs = self._take_jobs()
                 has_room = self._stream.room() > 0 and not self._feed.exhausted
                 self._note_all(self._stream.step(jobs, has_room=has_room))
@@ -244,23 +236,18 @@ class FileRun:
             pass  # It was asked to stop while it waited.
         finally:
             with suppress(GaveUp, Interrupted):
-                if self._is_stopped():  # Results that are ready now.
+                if self._options.stop():  # Results that are ready now.
                     self._note_all(self._stream.take(self._collector.poll_all()))
             with suppress(GaveUp, Interrupted):
                 self._flush()
-        if self._stopped_by:
-            return Ending.SOME_FAILED, self._stopped_by
         if ending is Ending.SUCCEEDED and not self._is_done:
             return Ending.INTERRUPTED, "interrupted"
         return ending, message
 
-    def _is_stopped(self) -> bool:
-        return bool(self._stopped_by) or self._options.stop()
-
     def _take_meanwhile(self) -> bool:
         """Takes results while jobs wait for room, which these may need; returns whether to stop."""
         self._note_all(self._stream.take(self._collector.collect(0.0)))
-        return self._is_stopped()
+        return self._options.stop()
 
     @property
     def _is_done(self) -> bool:
@@ -272,7 +259,7 @@ class FileRun:
         jobs, room = list[NewJob[Record]](), self._stream.room()
         # With no job in flight, there is nothing but the input to wait for.
         wait_s = 0.0 if self._stream.in_flight else WAIT_S
-        while room and not (jobs or self._is_stopped()):
+        while room and not (jobs or self._options.stop()):
             rows = self._feed.take(room, wait_s)
             for row in rows:
                 if (row.source, row.row) in self._output.done:
@@ -323,10 +310,8 @@ class FileRun:
         self._options.progress(self._snapshot())
 
     def _fail(self, row: Record, type_: str, message: str) -> None:
-        said = self._output.failure(row, type_, message)
+        self._output.failure(row, type_, message)
         self._failed += 1
-        if self._options.stop_at_failure and not self._stopped_by:
-            self._stopped_by = f"stopped at {said}"
 
     def _flush(self) -> None:
         """Writes results before the backend removes them, so that none is lost."""
@@ -334,11 +319,8 @@ class FileRun:
         self._stream.flush()
 
     def _snapshot(self) -> Snapshot:
-        now_s, total = time.monotonic(), self._dataset.total
-        done, (first_s, before) = self._succeeded + self._failed, self._counts[0]
-        rate = (done - before) / (now_s - first_s) if now_s > first_s else 0.0
-        if now_s - self._counts[-1][0] >= SAMPLE_S:
-            self._counts.append((now_s, done))
+        total, seconds = self._dataset.total, time.monotonic() - self._began_s
+        rate = (self._succeeded + self._failed) / seconds if seconds else 0.0
         return Snapshot(
             self._submitted,
             self._succeeded,

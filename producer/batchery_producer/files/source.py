@@ -2,7 +2,6 @@
 
 import glob
 import gzip
-import hashlib
 import os
 import re
 import sys
@@ -55,11 +54,6 @@ DAMAGES = (EOFError, ValueError, MemoryError, zlib.error, LZMAError, gzip.BadGzi
 
 #: Name of standard input and standard output.
 STANDARD_STREAM = "-"
-
-#: Size of a fingerprint's blocks, and maximum that it reads of a file, in bytes. The fingerprint of
-#: a larger file covers blocks at regular distances.
-BLOCK_BYTES = 1024 * 1024
-FINGERPRINT_BYTES = 1024 * BLOCK_BYTES
 
 
 def extra(name: str) -> Any:
@@ -149,7 +143,7 @@ class Source:
         size_bytes: Size of the file; None if it can be read only once.
         path: Where it is; None for standard input and URLs.
         remote: Where a file is that has a URL; fsspec's.
-        version: Of a file that has a URL: a text that changes with it.
+        version: A text that changes with the file.
     """
 
     name: str
@@ -174,23 +168,6 @@ class Source:
                 raw = BufferedReader(self.remote.fs.open(self.remote.path, "rb"), CHUNK_BYTES)
             with raw:
                 yield raw
-
-    def fingerprint(self) -> str:
-        """A text that changes with the file.
-
-        Raises:
-            DatasetError: The file cannot be read.
-        """
-        if self.remote is not None:
-            return self.version
-        size_bytes = self.size_bytes or 0
-        step_bytes = BLOCK_BYTES * max(1, -(-size_bytes // FINGERPRINT_BYTES))
-        digest = hashlib.blake2b(str(size_bytes).encode(), digest_size=16)
-        with self.reading() as file:
-            for start in range(0, size_bytes, step_bytes):
-                file.seek(start)
-                digest.update(file.read(BLOCK_BYTES))
-        return digest.hexdigest()
 
 
 def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) -> list[Source]:
@@ -261,7 +238,9 @@ def _find_source(name: str, format_: str | None) -> Source:
         else:
             path = Path(name)
             is_folder, status = path.is_dir(), path.stat()
-            source = Source(name, "", status.st_size if S_ISREG(status.st_mode) else None, path)
+            size_bytes = status.st_size if S_ISREG(status.st_mode) else None
+            version = f"{status.st_size} {status.st_mtime_ns}"
+            source = Source(name, "", size_bytes, path, version=version)
     if is_folder:
         raise DatasetError(f"{name}: a directory; name files, such as '{name}/*.jsonl'")
     return replace(source, format=_choose_format(name, format_))

@@ -108,12 +108,12 @@ def test_another_device_gets_what_a_dead_one_had_and_hears_what_had_begun(fleet:
     fleet.handed()
     fleet.devices[0].state, fleet.devices[1].state = State.DEAD, State.READY
     running = WatchedBatch(Running(1, "work", ["a", "b"], None))
-    fleet.jobs.leave("cuda:0", [running], is_death=True)
+    fleet.jobs.leave(fleet.devices[0], [running], is_death=True)
     deaths = {each.raw["headers"]["id"]: each.deaths for _, each in fleet.handed()}
     assert deaths == {"a": Deaths(0, 2), "b": Deaths(0, 2), "c": None}
     fleet.devices[0].state = State.READY
     alone = WatchedBatch(Running(2, "work", ["a"], None, is_alone=True))
-    fleet.jobs.leave("cuda:1", [alone], is_death=True)
+    fleet.jobs.leave(fleet.devices[1], [alone], is_death=True)
     assert dict(enumerate(each.deaths for _, each in fleet.handed()))[0] == Deaths(1)
 
 
@@ -122,7 +122,7 @@ def test_job_that_took_too_long_is_said_to_have(fleet: Fleet) -> None:
     fleet.handed()
     batch = WatchedBatch(Running(1, "work", ["a"], 3.0))
     batch.expired = True
-    fleet.jobs.leave("cuda:0", [batch], is_death=True)
+    fleet.jobs.leave(fleet.devices[0], [batch], is_death=True)
     [(_, handed)] = fleet.handed()
     assert handed.expired_s == 3.0
 

@@ -32,7 +32,6 @@ from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.lease_store import LeaseStore
-from batchery_worker.brokers import open_channel
 from batchery_worker.request import LeaseHandle
 from batchery_worker.work import CommitContext, JobCommit
 
@@ -91,16 +90,6 @@ def make_results_client(backend: Any) -> "redis.Redis":
     options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
     client: redis.Redis = backend._create_client(**{**given, **options})
     return client
-
-
-def broker_client(app: Celery) -> Any:
-    """Makes a client of the broker that an app consumes from.
-
-    Raises:
-        redis.RedisError: No broker answers.
-    """
-    with open_channel(app) as channel:
-        return channel._make_separate_client(SOCKET_TIMEOUT_S)
 
 
 class RetryingRedis:

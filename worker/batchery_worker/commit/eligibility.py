@@ -7,7 +7,6 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -194,7 +193,7 @@ def piece_context(
     if not streamed:
         return None
     leases = {index: call.lease for index, call in streamed.items()}
-    context = PieceContext(
+    return PieceContext(
         tokens={
             index: "" if lease is None else lease.token
             for index, lease in leases.items()
@@ -203,15 +202,7 @@ def piece_context(
         resumed=[call.task_id for call in streamed.values() if _may_have_run(call)],
         max_pieces=settings.stream_max_pieces,
         grace_s=settings.stream_grace_s,
-    )
-    if store is None:
-        return context
-    return replace(
-        context,
-        worker=store.worker,
-        workers_key=store.keys.workers,
-        lease_key=store.lease_key,
-        broker_db=store.db,
+        store=store,
     )
 
 

@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from celery import Celery, signals
 from kombu.utils.imports import symbol_by_name
@@ -27,7 +26,6 @@ from batchery.errors import BatcheryError
 from batchery.outcomes import Failed
 from batchery.task import BatchTask
 from batchery_worker.batch import DeviceBatch
-from batchery_worker.commit.committer import broker_client
 from batchery_worker.device.answerer import Answerer
 from batchery_worker.device.feed import Feed
 from batchery_worker.device.functions import EventLoop
@@ -45,7 +43,6 @@ from batchery_worker.ipc.messages import (
     NotReady,
     Parted,
     Ready,
-    Reload,
     Reply,
     ResultsWait,
     Running,
@@ -118,7 +115,7 @@ class Device:
             check_device(setup.device)
             self._app = app
         self._reuse = SingleFlight(ResultCache(self._app.backend))
-        self._pieces = PieceWriter(self._app.backend, partial(broker_client, self._app))
+        self._pieces = PieceWriter(self._app.backend)
         self._started = StartedStates(self._app)
         self._answerer = Answerer(
             *(self._app, setup.name, self._reuse, self._pieces, self.tell, self._settle)
@@ -189,17 +186,14 @@ class Device:
 
     def _step(self, loop: EventLoop) -> None:
         """Takes a batch, runs it, and has it answered."""
-        # A function, so that an idle device holds no batch, and with it a model that was replaced.
+        # A function, so that an idle device holds no batch, and with it a model that made room.
         self._look_ahead()
         batch = self._ahead.popleft() if self._ahead else self.feed.take()
         if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
             # Those that Redis has stored by now are not settled after so long.
             self._answerer.answer_sent()
             self.feed.read_ahead()
-        with self._context.turn.gate:
-            pass  # A thread that builds a model may hold it.
-        with self._context.turn.running:
-            self._forward(batch, loop.run)
+        self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = batch.forward_ms
         # With nothing else to do meanwhile: another thread would start later.
         # Nor behind a short one: both threads would wait for the interpreter.
@@ -226,7 +220,6 @@ class Device:
             self._told.discard(batch.work.id)
             self._write(Ended(batch.work.id))
         self.feed.settle(batch)
-        self._context.unanswered.discard(batch.work.id)
 
     # Jobs in slots
 
@@ -253,8 +246,6 @@ class Device:
             with self._excused(work):
                 pieces = self._pieces.read(work) if work.pieces is not None else ()
             return self._slot_loop.prepare(batch, pieces)
-        # Before its runner chooses a model, which is not freed until the batch is answered.
-        self._context.unanswered.add(work.id)
         started_s = time.perf_counter()
         self._choose_items(batch)
         batch.ended_s = time.perf_counter()
@@ -341,10 +332,6 @@ class Device:
         # left to compute depends on the batch before.
         if batch.deduped is None and not batch.work.urgent:
             self._find_runner(batch.task).start_ahead(batch)
-
-    def reload(self, order: Reload) -> None:
-        """Loads another version of a model beside the one that serves; the worker is told."""
-        self._find_runner(cast(BatchTask, self._app.tasks[order.task])).reload(order)
 
     # What the worker is told
 

@@ -19,7 +19,6 @@ from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.runner import Between, RunnerContext
-from batchery_worker.ipc.messages import Reload
 from batchery_worker.work import Work
 
 #: Headers that the function does not see: it has their values already, or has no use for them.
@@ -115,9 +114,6 @@ class FunctionRunner:
 
     def start_ahead(self, batch: DeviceBatch) -> None:
         """Does nothing: a function is not begun before its turn."""
-
-    def reload(self, order: Reload) -> None:
-        """Nobody orders it."""
 
     def figures(self) -> dict[str, Any]:
         """There are none."""

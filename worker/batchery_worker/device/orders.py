@@ -21,7 +21,6 @@ from batchery_worker.ipc.messages import (
     Forget,
     Handed,
     Order,
-    Reload,
     Stop,
     load_message,
 )
@@ -69,8 +68,6 @@ def _listen(end: socket.socket, device: Device, leave: Callable[[Device], None])
             feed.forget_waiting()
         elif isinstance(message, Fenced):
             feed.source.fence(message.holder)
-        elif isinstance(message, Reload):
-            device.reload(message)
         elif isinstance(message, Order):
             device.tell(Answer(message.number, _obey(device, message)))
 

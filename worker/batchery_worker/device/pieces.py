@@ -32,6 +32,7 @@ from batchery.protocol.pieces import (
     pieces_key,
 )
 from batchery.redis_scripts import get_database
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import (
     MAX_BYTES_PER_SCRIPT,
     CommitStatus,
@@ -137,26 +138,23 @@ Taken = dict[StreamedJob, tuple[int, list[bytes]]]
 class PieceWriter:
     """Writes the pieces of a device's jobs; its thread starts with the first job that has any."""
 
-    def __init__(self, backend: Any, connect_broker: Callable[[], Any]) -> None:
-        """Does not connect yet.
-
-        Args:
-            backend: Celery's result backend; pieces are written if it is one for Redis.
-            connect_broker: Makes a client of the broker's database, if that is on another server.
-        """
+    def __init__(self, backend: Any) -> None:
+        """Does not connect yet; pieces are written if Celery's result backend is one for Redis."""
         self._backend = backend
         connect = partial(make_results_client, backend)
         # One for each thread: the writer's own, whoever prepares batches, and whoever answers them.
         self._results, self._read, self._ended = (
             RetryingRedis(connect, lambda: None) for _ in range(3)
         )
-        self._broker = RetryingRedis(connect_broker, lambda: None)
+        #: Had the leases of the last pieces that were written in steps.
+        self._store_asked: LeaseStore | None = None
+        self._broker: RetryingRedis
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()
         #: The streamed jobs of each batch, by their indexes in it.
         self._open: dict[int, dict[int, StreamedJob]] = {}
-        #: Jobs with pieces that wait; those of one worker id are written together. Two of them have
-        #: the same task id where a message was published twice.
+        #: Jobs with pieces that wait; those of one lease store are written together. Two of them
+        #: have the same task id where a message was published twice.
         self._waiting: dict[StreamedJob, None] = {}
         self._thread: threading.Thread | None = None
         #: When readers were looked for, on the clock of `time.monotonic`; later than now where
@@ -313,13 +311,13 @@ class PieceWriter:
             left_s = self._looked_s + LOOK_S - now_s
             if jobs and left_s <= 0:
                 self._looked_s = now_s
-                return _of_one_worker(jobs)
+                return _of_one_store(jobs)
             self._changed.wait(left_s if jobs else None)
 
     def _take(self) -> Taken:
         """Takes what waits of some jobs."""
         left, left_bytes, taken = MAX_PIECES_PER_SCRIPT, MAX_BYTES_PER_SCRIPT, Taken()
-        for job in _of_one_worker(self._waiting)[:MAX_JOBS_PER_SCRIPT]:
+        for job in _of_one_store(self._waiting)[:MAX_JOBS_PER_SCRIPT]:
             taken[job] = _, pieces = job.take(left, left_bytes)
             job.is_sending = True
             left -= len(pieces)
@@ -332,30 +330,35 @@ class PieceWriter:
 
     def _write(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes pieces, as long as Redis is away; a digit for each job."""
+        store = context.store
         try:
-            if context.worker and context.worker != self._elsewhere:
-                answer = self._call(context, taken, looks, context.broker_db)
+            if store is None:
+                return self._call(context, taken, looks) or ""
+            if store.worker != self._elsewhere:
+                answer = self._call(context, taken, looks, store.db)
                 if answer is not None:
                     return answer
-                self._elsewhere = context.worker
-            return self._write_in_steps(context, taken, looks)
+                self._elsewhere = store.worker
+            return self._write_in_steps(store, context, taken, looks)
         except Exception:
             # The jobs go on, and their results tell everything.
             logger.exception("pieces of %d jobs cannot be written, and are lost", len(taken))
             return LOST * len(taken)
 
-    def _write_in_steps(self, context: PieceContext, taken: Taken, looks: bool) -> str:
-        """Writes where the leases are on another server, or where there are none."""
-        if not context.worker:
-            return self._call(context, taken, looks) or ""
-        keys, tokens = (context.workers_key, context.lease_key), " ".join(j.token for j in taken)
+    def _write_in_steps(
+        self, store: LeaseStore, context: PieceContext, taken: Taken, looks: bool
+    ) -> str:
+        """Writes where the leases are on another server."""
+        if store is not self._store_asked:
+            self._store_asked = store
+            self._broker = RetryingRedis(lambda: store.client, lambda: None)
+        keys, tokens = (store.keys.workers, store.lease_key), " ".join(j.token for j in taken)
         held, _ = self._broker.attempt(
-            lambda broker: broker.scripts.run_once("held", keys, context.worker, tokens),
-            context.lease_key,
+            lambda broker: broker.scripts.run_once("held", keys, store.worker, tokens),
+            store.lease_key,
         )
         if held is None:
             # This worker counts as dead; who has its jobs now writes their pieces.
-            self._broker.disconnect()
             return "3" * len(taken)
         is_held = dict(zip(taken, held.decode(), strict=True))
         ours = {job: each for job, each in taken.items() if is_held[job] == "1"}
@@ -375,9 +378,11 @@ class PieceWriter:
         """
         if not taken:
             return ""
-        keys = context.workers_key, context.lease_key, *(job.key for job in taken)
+        store = context.store
+        lease_keys = ("", "") if store is None else (store.keys.workers, store.lease_key)
+        keys = *lease_keys, *(job.key for job in taken)
         args = (
-            context.worker,
+            "" if store is None else store.worker,
             get_database(self._results.client.connection_pool),
             "" if broker_db is None else broker_db,
             context.max_pieces,
@@ -390,15 +395,15 @@ class PieceWriter:
             *(piece for _, pieces in taken.values() for piece in pieces),
         )
         answer, _ = self._results.attempt(
-            lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
+            lambda results: results.scripts.run_once("pieces", keys, *args), lease_keys[1]
         )
         return None if answer is None else bytes(answer).decode()
 
 
-def _of_one_worker(jobs: Collection[StreamedJob]) -> Sequence[StreamedJob]:
-    """Those of the jobs whose leases are held under the same id as that of the first."""
-    worker = next(iter(jobs)).context.worker
-    return [job for job in jobs if job.context.worker == worker]
+def _of_one_store(jobs: Collection[StreamedJob]) -> Sequence[StreamedJob]:
+    """Those of the jobs whose leases the same store has as that of the first."""
+    store = next(iter(jobs)).context.store
+    return [job for job in jobs if job.context.store is store]
 
 
 def _read_all(key: bytes, results: RetryingRedis) -> Any:

@@ -4,39 +4,16 @@ A task names the class of its runner, as Celery's tasks name that of their reque
 one of each class that its tasks name.
 """
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from celery import Celery
 
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.ipc.messages import Reload, Reply, Setup
+from batchery_worker.ipc.messages import Reply, Setup
 from batchery_worker.memory import Memory
-
-
-class PassTurn:
-    """Stops the thread that computes, between two batches, as long as this is entered.
-
-    Attributes:
-        gate: That thread takes it for a moment before each batch. So it does not go on again and
-            again while another one waits for it.
-        running: It holds this while it computes.
-    """
-
-    def __init__(self) -> None:
-        self.gate = threading.Lock()
-        self.running = threading.Lock()
-
-    def __enter__(self) -> None:
-        self.gate.acquire()
-        self.running.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.running.release()
-        self.gate.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +30,6 @@ class RunnerContext:
     tell: Callable[[Reply], None]
     #: Finds the tasks whose jobs wait.
     find_wanted: Callable[[], frozenset[str]]
-    turn: PassTurn = field(default_factory=PassTurn)
-    #: Ids of the batches that have begun to be prepared, and are not answered.
-    unanswered: set[int] = field(default_factory=set)
 
 
 class Between(NamedTuple):
@@ -70,7 +44,7 @@ class Between(NamedTuple):
 
 
 class Runner(Protocol):
-    """Runs batches; for the main thread, but for `choose`, `prepare`, `reload` and `figures`."""
+    """Runs batches; for the main thread, but for `choose`, `prepare` and `figures`."""
 
     def __init__(self, context: RunnerContext) -> None:
         """Loads nothing yet."""
@@ -103,9 +77,6 @@ class Runner(Protocol):
 
     def start_ahead(self, batch: DeviceBatch) -> None:
         """Starts the first pass of a batch whose turn comes next."""
-
-    def reload(self, order: Reload) -> None:
-        """Begins to load another version of what serves a task; the worker is told."""
 
     def figures(self) -> dict[str, Any]:
         """What `batchery stats` shows, by task."""

@@ -45,12 +45,14 @@ class HolderBeats(Holding):
     def handle(self, device: DeviceProcess, reply: Reply) -> None:
         """Beats for a device's holders: another one after it was fenced, or with each broker."""
         if isinstance(reply, Joined):
-            self._brokers[reply.broker].holders[reply.holder] = device.name
+            self._brokers[reply.broker].holders[reply.holder] = device
         elif isinstance(reply, Parted):
             for each in self._brokers:
                 each.holders.pop(reply.holder, None)
 
-    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
+    def leave(
+        self, device: DeviceProcess, batches: Sequence[WatchedBatch], *, is_death: bool
+    ) -> None:
         """Gives back what a device held."""
         expired = {
             each.told.job_ids[0]: each.told.hard_limit_s or 0.0
@@ -58,15 +60,15 @@ class HolderBeats(Holding):
             if each.was_too_long
         }
         for beats in self._brokers:
-            for holder, name in [*beats.holders.items()]:
-                if name == device:
+            for holder, holding in [*beats.holders.items()]:
+                if holding is device:
                     beats.end(holder, expired, is_death=is_death)
 
     def stop(self) -> None:
         """Gives back what is left, and ends the threads."""
         for each in self._brokers:
-            for name in {*each.holders.values()}:
-                self.leave(name, (), is_death=False)
+            for device in {*each.holders.values()}:
+                self.leave(device, (), is_death=False)
         for each in self._brokers:
             each.stop()
 
@@ -85,13 +87,13 @@ class BrokerBeats:
     """The thread that does so with one broker."""
 
     def __init__(
-        self, app: Celery, broker: str | None, on_fenced: Callable[[str, str], None]
+        self, app: Celery, broker: str | None, on_fenced: Callable[[DeviceProcess, str], None]
     ) -> None:
         self._app = app
         self._broker = broker
         self._on_fenced = on_fenced
         #: Id by which leases are held -> device; any thread adds and removes them.
-        self.holders: dict[str, str] = {}
+        self.holders: dict[str, DeviceProcess] = {}
         #: Holders that have ended: the limits that their jobs have reached, and whether it was a
         #: death.
         self._ended: list[tuple[str, dict[str, float], bool]] = []

@@ -38,7 +38,6 @@ from batchery_worker.ipc.messages import (
     Order,
     Ready,
     RecycleDue,
-    Reloaded,
     Reply,
     load_reply,
 )
@@ -109,11 +108,13 @@ class Holding:
     def handle(self, device: DeviceProcess, reply: Reply) -> None:
         """Hears what a device says, after the fleet."""
 
-    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
+    def leave(
+        self, device: DeviceProcess, batches: Sequence[WatchedBatch], *, is_death: bool
+    ) -> None:
         """Gives back what a device had whose process has ended.
 
         Args:
-            device: Its name.
+            device: The device.
             batches: Those of which it has told, and which had not ended.
             is_death: Whether what it ran may have killed it.
         """
@@ -147,6 +148,8 @@ class Fleet:
         #: Those that were not given up, and those that were: they must still be waited for.
         self.devices = list(devices)
         self.given_up: list[DeviceProcess] = []
+        #: Processes that are to take the place of a device's, and those that had it and end.
+        self.beside: list[DeviceProcess] = []
         #: Told of each message of a device, and of each end.
         self.changed = threading.Condition()
         #: What the thread that watches calls next; a handler of signals may put something in, too.
@@ -230,9 +233,9 @@ class Fleet:
             with self.changed:
                 for call in calls:
                     self._guard("a call", call)
-                for device in [*self.devices]:
+                for device in self._running:
                     self._guard(f"device {device.name}", partial(self._look_at, device))
-                is_calm = all(each.is_calm for each in self.devices)
+                is_calm = all(each.is_calm for each in self._running)
                 self._is_calm = is_calm and self._max_pass_s is None
                 pause_s = CALM_LOOK_S if self._is_calm else LOOK_S
 
@@ -282,6 +285,7 @@ class Fleet:
             device.deaths += 1
             device.failed_starts += 1
             self._plan_restart(device, how, 0)
+            self.changed.notify_all()
 
     def _look_at_start(self, device: DeviceProcess, now_s: float) -> None:
         """Limits the time of a start: the driver of a card may hold it for ever."""
@@ -368,8 +372,6 @@ class Fleet:
                 self._on_ready(device, reply)
             case NotReady():
                 self._on_refusal(device, reply)
-            case Reloaded():
-                device.reloaded = reply
             case RecycleDue():
                 device.recycle_due = True
                 warn_if_short(device, reply.jobs)
@@ -399,6 +401,8 @@ class Fleet:
 
     def _on_refusal(self, device: DeviceProcess, reply: NotReady) -> None:
         device.error = reply.text
+        if device in self.beside:
+            return
         if device.state is State.READY or self._began_s is not None:
             # At a worker's start it is the error that ends the worker.
             self._lose(reply.text)
@@ -407,7 +411,7 @@ class Fleet:
 
     def _note_busy(self) -> None:
         """Lets a soft shutdown of Celery's wait for devices as for its own jobs."""
-        if any(device.batches for device in self.devices):
+        if any(device.batches for device in self._running):
             worker_state.active_requests.add(self._busy)
         else:
             worker_state.active_requests.discard(self._busy)
@@ -425,19 +429,30 @@ class Fleet:
         """Takes a process for gone: gives back what it had, and plans the next one."""
         is_death = device.state is not State.LEAVING
         how, batches = device.bury()
-        self._restarts += is_death
-        if known := self._known.pop(device.name, None):
-            ended = without_jobs(known)
-            self._past = add_up([ended, self._past] if self._past else [ended])
+        if device in self.devices:
+            self._restarts += is_death
+            self._end_figures(device.name)
         if is_death:
             died = f"device process for {device.name} died: {how}"
             self._plan_restart(device, died, len(batches))
-        self.holding.leave(device.name, batches, is_death=is_death and not self._is_leaving)
+        elif device in self.beside:
+            self.beside.remove(device)
+        self.holding.leave(device, batches, is_death=is_death and not self._is_leaving)
         self._note_busy()
         self.changed.notify_all()
         self._look_soon()
 
+    def _end_figures(self, name: str) -> None:
+        """Keeps what a process had counted that serves a device no longer."""
+        if known := self._known.pop(name, None):
+            ended = without_jobs(known)
+            self._past = add_up([ended, self._past] if self._past else [ended])
+
     def _plan_restart(self, device: DeviceProcess, how: str, held: int) -> None:
+        if device in self.beside:
+            self.beside.remove(device)
+            device.error = device.error or how
+            return
         is_first = self._began_s is not None
         if is_first and not device.ready_s and device.failed_starts >= MAX_FIRST_STARTS:
             self._lose(
@@ -473,18 +488,13 @@ class Fleet:
 
     # Fresh processes by order
 
-    def renew(self, device: DeviceProcess) -> None:
-        """Gives a device a fresh process, once it is idle and all others are ready."""
-        with self.changed:
-            device.recycle_due = True
-            self._recycle_next()
-
     def recycle(self, modules: Sequence[str]) -> None:
         """Gives every device a fresh process, which imports these modules; no job is lost."""
         with self.changed:
             for device in self.devices:
                 device.setup = replace(device.setup, modules=modules)
-                self.renew(device)
+                device.recycle_due = True
+            self._recycle_next()
 
     def _recycle_next(self) -> None:
         """Recycles the next process that is due, if all devices are ready."""
@@ -496,14 +506,33 @@ class Fleet:
             device.leave()
             self._look_soon()
 
+    # Another process in the place of one
+
+    def start_beside(self, fresh: DeviceProcess) -> None:
+        """Starts a process that is to take a device's place; it is not `beside` if that fails."""
+        self.beside.append(fresh)
+        self._look_soon()
+
+    def replace(self, old: DeviceProcess, fresh: DeviceProcess) -> None:
+        """Puts a process that is ready in a device's place; the old one is `beside` to its end."""
+        self._end_figures(old.name)
+        self.beside.remove(fresh)
+        self.devices = [fresh if each is old else each for each in self.devices]
+        if old.pipe is not None:
+            self.beside.append(old)
+            old.leave()
+
+    @property
+    def _running(self) -> list[DeviceProcess]:
+        """All devices that have a process, or will."""
+        return [*self.devices, *self.beside]
+
     # Orders
 
-    def fence(self, name: str, holder: str) -> None:
+    def fence(self, device: DeviceProcess, holder: str) -> None:
         """Tells a device that others have the leases of a holder; from any thread."""
         with self.changed:
-            for device in self.devices:
-                if device.name == name:
-                    device.tell(Fenced(holder))
+            device.tell(Fenced(holder))
 
     def change(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """As `ask`; if the command lasts, processes that start later run it, too."""
@@ -527,7 +556,7 @@ class Fleet:
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Has all devices take from these queues, each with the tasks whose jobs come by it."""
         with self.changed:
-            for device in self.devices:
+            for device in self._running:
                 device.setup = device.setup.with_queues(sizes)
         self.ask("batchery_queues", {"sizes": sizes})
 
@@ -553,7 +582,7 @@ class Fleet:
     def stop(self, is_cold: Callable[[], bool]) -> None:
         """Waits until the devices have finished what they have begun, and ends them."""
         self.stop_taking()
-        while not is_cold() and any(device.pipe for device in self.devices):
+        while not is_cold() and any(device.pipe for device in self._running):
             sleep(0.02)
         self.terminate()
 
@@ -565,7 +594,7 @@ class Fleet:
         if self._thread.is_alive():
             self._thread.join(LEAVE_TIMEOUT_S)
         with self.changed:
-            for device in (*self.devices, *self.given_up):
+            for device in (*self._running, *self.given_up):
                 device.stop()
         self.holding.stop()
 

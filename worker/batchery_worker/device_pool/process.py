@@ -23,7 +23,6 @@ from batchery_worker.ipc.messages import (
     Ended,
     Message,
     OfBatch,
-    Reloaded,
     Reply,
     Setup,
     Stop,
@@ -130,8 +129,6 @@ class DeviceProcess:
     ready_s: float = 0.0
     #: What the process has reported of its models and its memory.
     reported: Mapping[str, Any] = field(default_factory=dict)
-    #: What became of the last order to load a model anew; None while it is carried out.
-    reloaded: Reloaded | None = None
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
     #: None while there is no process.

@@ -35,7 +35,7 @@ from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_vi
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import RecycleDue, Reply, Running, Setup
 from batchery_worker.job import Batch, Job, TimeLimits
-from batchery_worker.metrics import Metrics, log_batch, trace_batch
+from batchery_worker.metrics import Metrics, log_batch
 from batchery_worker.work import NO_LIMITS, Cancel, Work
 
 logger = logging.getLogger("batchery.pool")
@@ -542,7 +542,6 @@ class Dispatcher:
         waited_ms = [(batch.formed_s - job.sent_s) * 1e3 for job in jobs]
         self._metrics.batch_done(batch, items)
         log_batch(task, batch.info, tokens=batch.tokens, waited_ms=max(waited_ms))
-        trace_batch(batch)
         self._settlement.settle_batch(
             (job.payload, answer, {**batch.info, "waited_ms": round(waited, 3)})
             for job, waited, answer in zip(jobs, waited_ms, batch.answers, strict=True)

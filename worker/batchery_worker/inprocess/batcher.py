@@ -211,7 +211,7 @@ class BatchedCall(Generic[T, R]):
         if thread.runner.collator is not None:
             _check_items(call, thread.runner.collator)
         elif options.length is not None:
-            call.lengths = [_count(thread.name, options.length, each) for each in items]
+            call.lengths = [math.ceil(options.length(each)) for each in items]
         if call.left:
             thread.send(call)
         else:
@@ -353,18 +353,6 @@ def _check_items(call: Call, collator: Collator) -> None:
             call.answer(index, Failed(error))
     call.items = checked
     call.lengths = [1 if each is None else each.length for each in checked]
-
-
-def _count(name: str, length: Callable[[Any], Any], item: Any) -> int:
-    """The number of tokens of an item, as the user's function counts them."""
-    counted = length(item)
-    try:
-        tokens: int = math.ceil(counted)
-        return max(0, tokens)
-    except (TypeError, ValueError, OverflowError):
-        raise BatchArgumentError(
-            f"{name}: length must give the number of tokens of an item, but gave {counted!r:.80}"
-        ) from None
 
 
 def describe_function(function: Any) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
-from batchery.settings import ModelSettings
 from batchery.transport.suspects import Deaths
 
 
@@ -61,8 +60,8 @@ class Setup:
     model_memory_bytes: int | None = None
     #: Settings of the Celery app: a program that starts a worker may set them after the import.
     conf: Mapping[str, Any] = field(default_factory=dict)
-    #: By name of a task: the settings of its model, where they are others than those of the app.
-    versions: Mapping[str, ModelSettings] = field(default_factory=dict)
+    #: Name of the task whose model must be there at the start, as it was ordered; empty for none.
+    reloaded: str = ""
     jobs: JobsSetup = field(default_factory=JobsSetup)
 
     @property
@@ -124,30 +123,6 @@ class Order(NamedTuple):
     number: int
     name: str
     options: Mapping[str, Any]
-
-
-class Reload(NamedTuple):
-    """The device shall load a model anew, beside the one that it serves, and swap them."""
-
-    task: str
-    #: Those of the new version; None for a model of the app's own.
-    settings: ModelSettings | None
-    #: Whether the new one may have other dimensions.
-    force: bool = False
-
-
-class Reloaded(NamedTuple):
-    """What became of a `Reload`."""
-
-    task: str
-    #: That of the model that is served now.
-    version: str
-    #: How long it took to load, in seconds.
-    load_s: float
-    #: Why the old one stays; empty if it does not.
-    error: str = ""
-    #: As in `Ready`, from a device of whose batches its worker hears nothing.
-    figures: Mapping[str, Any] | None = None
 
 
 class Ready(NamedTuple):
@@ -268,22 +243,11 @@ class Answer(NamedTuple):
     value: str
 
 
-Message = Setup | Reload | Stop | Fenced | Order | Handed | Forget
+Message = Setup | Stop | Fenced | Order | Handed | Forget
 
 #: What a device says of a batch whose time is limited.
 OfBatch = Running | Began | Loads | Loaded | ResultsWait | Ended
-Reply = (
-    OfBatch
-    | Ready
-    | NotReady
-    | Reloaded
-    | Stepped
-    | Joined
-    | Parted
-    | RecycleDue
-    | Answer
-    | Settled
-)
+Reply = OfBatch | Ready | NotReady | Stepped | Joined | Parted | RecycleDue | Answer | Settled
 _REPLIES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Reply)}
 
 

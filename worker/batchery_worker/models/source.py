@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -278,23 +278,6 @@ def watch_loading(*, weightless: bool) -> Iterator[list[str]]:
 
     with _replaced(PreTrainedModel, "from_pretrained", load), _replaced(torch, "load", refuse):
         yield missing
-
-
-@contextmanager
-def built_within(turn: AbstractContextManager[object]) -> Iterator[None]:
-    """Enters a context while transformers builds a model without weights, in this block.
-
-    Then it changes torch's default number format, and some of its functions, for all threads.
-
-    Args:
-        turn: No other thread may compute anything in it. Only this thread enters it: one that
-            builds a model for a batch meanwhile has its own turn.
-    """
-    # Whoever only reads files does without; here it is there already.
-    from transformers import PreTrainedModel
-
-    with _replaced(PreTrainedModel, "get_init_context", lambda usual: [turn, *usual()]):
-        yield
 
 
 def reason(error: Exception) -> str:

@@ -4,7 +4,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from batchery.errors import ModelLoadError, StartError
@@ -13,7 +12,6 @@ from batchery.execution.steps import run_steps
 from batchery.model import Model, StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
-from batchery.settings import ModelSettings
 from batchery_worker.device.start import check_device
 from batchery_worker.memory import Memory
 from batchery_worker.serving.served_model import LoadedModel
@@ -21,7 +19,7 @@ from batchery_worker.serving.served_model import LoadedModel
 logger = logging.getLogger("batchery.device")
 
 
-def load_model(task: ModelTask, device: str, settings: ModelSettings | None = None) -> Model:
+def load_model(task: ModelTask, device: str) -> Model:
     """Loads the model of a task and runs its warm-up. Its results are for Redis.
 
     Raises:
@@ -29,8 +27,7 @@ def load_model(task: ModelTask, device: str, settings: ModelSettings | None = No
         DeviceUnavailable: The device does not exist.
     """
     kind = StepModel if task.slots else Model
-    make_model = partial(task.make_model, settings)
-    return _load(task.name, make_model, device, gives_json=True, kind=kind)
+    return _load(task.name, task.make_model, device, gives_json=True, kind=kind)
 
 
 def check_kind(name: str, model: Model, kind: type[Model]) -> None:

@@ -39,8 +39,6 @@ class ModelRecord:
     load_s: float | None = None
     #: Number of loads.
     loads: int = 0
-    #: Of the vectors that callers have of it; None if it makes none, or was never loaded.
-    dimensions: int | None = None
     #: The last instance, of which only what it has learned is left.
     last: LoadedModel | None = None
 
@@ -113,10 +111,6 @@ class ModelPool:
             return record.load_s
         known_s = [each.load_s for each in self.records.values() if each.load_s is not None]
         return fmean(known_s) if known_s else USUAL_LOAD_S
-
-    def find_dimensions(self, name: str) -> int | None:
-        """Of the vectors that callers have of a model, loaded now or not; None without any."""
-        return self.records.get(name, ModelRecord()).dimensions
 
     def report(self) -> dict[str, Any]:
         """The figures of all models, and of the memory that they share."""
@@ -212,32 +206,8 @@ class ModelPool:
             served.inherit(record.last)
         served.loaded_s = self._clock()
         record.held_bytes, record.load_s = served.loaded_bytes, load_s
-        record.dimensions = served.dimensions
         record.loads += 1
         self.loaded[served.name] = served
-
-    def replace(self, new: LoadedModel, load_s: float) -> LoadedModel | None:
-        """Puts another version into the place of a model; others make room if it is larger.
-
-        Returns:
-            The earlier version, which batches that are prepared may still use; None if it was not
-            loaded.
-
-        Raises:
-            ModelLoadError: It does not fit; the earlier version stays.
-        """
-        name = new.name
-        # What was learned of the earlier one need not hold for this one.
-        old, before = self.loaded.get(name), self.records.pop(name, ModelRecord())
-        try:
-            self.keep(new, load_s)
-            self._make_room(name, 0, ())
-        except ModelLoadError:
-            self.records[name] = before
-            if old is not None:
-                self.loaded[name] = old
-            raise
-        return old
 
     def _drop(self, names: Sequence[str], successor: str | None = None) -> None:
         for name in names:

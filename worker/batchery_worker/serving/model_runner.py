@@ -8,16 +8,14 @@ from typing import Any, cast
 from batchery.execution.batch import prepare
 from batchery.installation import get_installation
 from batchery.model_task import ModelTask
-from batchery.settings import ModelSettings
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.functions import soft_time_limit
 from batchery_worker.device.runner import Between, RunnerContext
 from batchery_worker.device.start import find_task
 from batchery_worker.device_pool.weights import estimate_bytes
-from batchery_worker.ipc.messages import Loaded, Loads, Reload
+from batchery_worker.ipc.messages import Loaded, Loads
 from batchery_worker.serving.loading import build_identity, serve_model
 from batchery_worker.serving.model_pool import ModelPool
-from batchery_worker.serving.reload import Reloader
 from batchery_worker.serving.served_model import LoadedModel
 
 
@@ -27,10 +25,7 @@ class ModelRunner:
     def __init__(self, context: RunnerContext) -> None:
         """Loads nothing yet."""
         self._context = context
-        #: By name of a task: the settings of its model, where they are not those of the app.
-        self._versions: dict[str, ModelSettings] = dict(context.setup.versions)
         self._pool = ModelPool(self._load, self._estimate, context.setup, context.memory)
-        self._reloader = Reloader(context, self._pool, self._load_version, self._versions)
 
     def start(self) -> None:
         """Loads the models that must be there, and of the others those for which there is room.
@@ -38,7 +33,10 @@ class ModelRunner:
         Raises:
             ModelLoadError: One of the first cannot be loaded.
         """
-        self._pool.load_first(self._context.setup.load)
+        setup = self._context.setup
+        self._pool.load_first(setup.load)
+        if setup.reloaded:
+            self._pool.serve(setup.reloaded)
 
     def choose(self, batch: DeviceBatch) -> str:
         """Chooses the model that is loaded now, if it is; returns its identity."""
@@ -101,25 +99,15 @@ class ModelRunner:
         if self.may_interrupt(batch):
             batch.served.start(batch.items, batch.work)
 
-    def reload(self, order: Reload) -> None:
-        """Loads another version beside the one that serves."""
-        self._reloader.begin(order)
-
     def figures(self) -> dict[str, Any]:
         """Of each model, loaded or not."""
         return self._pool.figures()
 
     def _load(self, name: str) -> LoadedModel:
-        served = self._load_version(name, None)
-        self._reloader.note_threads()
-        return served
-
-    def _load_version(self, name: str, settings: ModelSettings | None) -> LoadedModel:
         context = self._context
         task = cast(ModelTask, find_task(context.app, name))
-        make_model = partial(task.make_model, settings or self._versions.get(name))
         device = context.setup.device
-        served = serve_model(name, make_model, device, context.memory, gives_json=True)
+        served = serve_model(name, task.make_model, device, context.memory, gives_json=True)
         # Each batch has it, too; but somebody may look before the first one.
         own = get_installation(context.app).settings.max_batch_tokens
         served.limit(task.max_batch_tokens or own)
@@ -129,5 +117,4 @@ class ModelRunner:
 
     def _estimate(self, name: str) -> int | None:
         task = cast(ModelTask, self._context.app.tasks[name])
-        settings = self._versions.get(name) or task.model_settings
-        return estimate_bytes(settings, self._context.device)
+        return estimate_bytes(task.model_settings, self._context.device)

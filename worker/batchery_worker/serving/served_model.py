@@ -104,13 +104,6 @@ class LoadedModel:
         self._failed_passes = 0
         self._batch = _BatchPasses()
 
-    @property
-    def dimensions(self) -> int | None:
-        """Of the vectors that the model makes; None for one that makes none."""
-        chosen = getattr(getattr(self.model, "settings", None), "dimensions", None)
-        found: int | None = chosen or getattr(self.model, "dimensions", None)
-        return found
-
     def inherit(self, earlier: "LoadedModel") -> None:
         """Takes over what an earlier instance of the same model has learned and counted."""
         for name in LEARNED:

@@ -80,7 +80,7 @@ class SlotLoop:
         """
         self._setup = setup = context.setup
         task = cast(ModelTask, context.app.tasks[setup.task])
-        loaded = load_model(task, setup.device, setup.versions.get(task.name))
+        loaded = load_model(task, setup.device)
         self._model = model = cast(StepModel, loaded)
         self._version = model.version()
         #: Whether a job may make room for another one; see `StepModel.resumes`.

@@ -1,4 +1,4 @@
-"""What `batchery stats` makes of the answers of workers: JSON, tables, tasks."""
+"""What `batchery stats` makes of the answers of workers: JSON, and tables."""
 
 import json
 from dataclasses import replace
@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from batchery.cli import stats
 from batchery.cli.console import render
-from batchery.cli.stats import draw, list_served
-from batchery.cli.survey import FirstSeen, Survey, name_tasks, parse_registered, queue_depths
+from batchery.cli.stats import draw
+from batchery.cli.survey import FirstSeen, Survey, name_tasks, queue_depths
 from batchery.errors import SettingsError
 
 
@@ -52,7 +52,6 @@ def test_the_report_is_json_with_queues() -> None:
         "unserved": [],
         "dead_letters": None,
         "oldest_s": {"embed": 12.5},
-        "tasks": [],
     }
     assert NO_BATCHES.report()["workers"]["one"] == {"error": "runs no batches"}
 
@@ -118,25 +117,6 @@ def test_who_gives_no_figures_is_named_with_the_reason() -> None:
 def test_dead_letters_have_a_line() -> None:
     assert "dead letters: 1,234; see `batchery dead list`" in drawn(Survey({}, {}, 1234))
     assert not any("dead" in line for line in drawn(Survey({}, {}, 0)))
-
-
-def test_tasks_are_listed_with_what_they_are_and_who_has_them() -> None:
-    answers = {
-        "one@h": [
-            "embed [model_queue=embed model_aliases=ada,text-embedding-3-small is_installed=True]",
-            "shop.pay [rate_limit=10/m]",
-        ],
-        "two@h": ["shop.pay", "shop.shout [is_installed=True]"],
-        "odd@h": {"error": "no such command"},
-    }
-    served = list_served(parse_registered(answers))
-    assert [(each["task"], each["kind"], each["queue"], each["workers"]) for each in served] == [
-        ("embed", "model", "embed", ["one@h"]),
-        ("shop.pay", "ordinary", None, ["one@h", "two@h"]),
-        ("shop.shout", "batch", None, ["two@h"]),
-    ]
-    assert served[0]["aliases"] == ["ada", "text-embedding-3-small"]
-    assert "shop.pay ordinary routed one@h, two@h" in drawn(Survey({}, {}, tasks=served))
 
 
 def test_a_message_names_the_nearest_task_first_and_not_too_many() -> None:

@@ -48,13 +48,13 @@ def test_results_and_failures_go_to_different_files(source: Dataset) -> None:
     with Output(source, "out.jsonl") as output:
         output.open(journal(source))
         output.result(record(1, "a"), {"vector": [1.0]})
-        said = output.failure(Record(0, 2, 5, 2), "ValueError", "größer")
+        output.failure(Record(0, 2, 5, 2), "ValueError", "größer")
         output.flush()
     assert lines("out.jsonl") == [{"id": "a", "row": 1, "result": {"vector": [1.0]}}]
     assert lines("out.errors.jsonl") == [
         {"id": 2, "row": 2, "line": 5, "error": {"type": "ValueError", "message": "größer"}}
     ]
-    assert said == output.first_failure == "in.txt, line 5: ValueError: größer"
+    assert output.first_failure == "in.txt, line 5: ValueError: größer"
 
 
 def test_run_without_failures_has_no_file_of_failures(source: Dataset) -> None:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import sys
 from collections.abc import Iterator
 from errno import EIO
@@ -102,34 +103,23 @@ def test_url_whose_package_is_missing_names_it(
         Dataset(url)
 
 
-def test_fingerprint_covers_every_byte_or_blocks_of_a_large_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_of_a_file_changes_with_it(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
-    path.write_bytes(bytes(100))
-    monkeypatch.setattr("batchery_producer.files.source.BLOCK_BYTES", 10)
-
-    def changed_by(position: int) -> bool:
-        before = find_sources(path, None)[0].fingerprint()
-        with open(path, "r+b") as file:
-            file.seek(position)
-            file.write(b"x")
-        return find_sources(path, None)[0].fingerprint() != before
-
-    assert all(changed_by(position) for position in (0, 50, 99, 100))
-    monkeypatch.setattr("batchery_producer.files.source.FINGERPRINT_BYTES", 60)
-    assert changed_by(25)
-    assert not changed_by(15)
-    assert changed_by(200)
+    path.write_text("one\n")
+    before = find_sources(path, None)[0].version
+    assert find_sources(path, None)[0].version == before
+    path.write_text("two\n")
+    os.utime(path, ns=(0, 1))
+    assert find_sources(path, None)[0].version != before
 
 
-def test_url_fingerprint_changes_with_the_file(memory: Any) -> None:
+def test_version_of_a_url_changes_with_the_file(memory: Any) -> None:
     url = f"{FOLDER}/in.txt"
     memory.pipe(url, b"one\n")
-    before = find_sources(url, None)[0].fingerprint()
-    assert find_sources(url, None)[0].fingerprint() == before
+    before = find_sources(url, None)[0].version
+    assert find_sources(url, None)[0].version == before
     memory.pipe(url, b"two\n")
-    assert find_sources(url, None)[0].fingerprint() != before
+    assert find_sources(url, None)[0].version != before
 
 
 class Breaking(io.RawIOBase):
@@ -175,7 +165,7 @@ def test_input_that_cannot_be_read_any_more_is_not_taken_for_its_end(
         next(rows)
 
 
-def test_url_fingerprint_changes_with_what_a_server_says_of_the_file(
+def test_version_of_a_url_changes_with_what_a_server_says_of_the_file(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, kind = f"{FOLDER}/in.txt", type(memory)
@@ -186,5 +176,5 @@ def test_url_fingerprint_changes_with_what_a_server_says_of_the_file(
     for size, etag in ((4, None), (5, None), (4, '"1"'), (4, '"2"')):
         info = {"name": url, "type": "file", "size": size, "ETag": etag}
         monkeypatch.setattr(kind, "info", lambda *_, info=info, **__: info)
-        found.add(find_sources(url, None)[0].fingerprint())
+        found.add(find_sources(url, None)[0].version)
     assert len(found) == 4

