@@ -1,6 +1,6 @@
 """The gateway's application: its routes, what is put around them, and its schema."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -18,9 +18,9 @@ from batchery_producer.gateway import process_batch
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.problems import ERRORS, Kind, Problem, answer
+from batchery_producer.gateway.problems import ERRORS, Kind, Problem, answer, build_problem
 from batchery_producer.gateway.routes import cohere, completions, openai, operations, tasks, tei
-from batchery_producer.gateway.running import running
+from batchery_producer.gateway.running import Gateway, running
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -30,9 +30,6 @@ FRAMEWORK_KINDS = {
     413: Kind.TOO_LARGE,
     415: Kind.NOT_JSON,
 }
-
-#: pydantic's errors of a body that is missing, null, a list or the like.
-NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
 
 #: All routes; those of more general paths come later.
 ROUTERS = (
@@ -91,9 +88,9 @@ def make_app(
     measurements = Measurements(metrics_folder)
 
     @asynccontextmanager
-    async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        async with running(app, settings, measurements) as web.state.gateway:
-            yield
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Gateway]]:
+        async with running(app, settings, measurements) as gateway:
+            yield {"gateway": gateway}
 
     web = Web(
         title="Batchery",
@@ -132,18 +129,7 @@ def make_app(
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    return answer(request.url.path, invalid(first))
-
-
-def invalid(error: Mapping[str, Any]) -> Problem:
-    """The problem that one of pydantic's errors tells of."""
-    text = str(error["msg"]).removeprefix("Value error, ")
-    if tuple(error["loc"]) == ("body",) and error["type"] in NO_OBJECT:
-        text = "the body is empty, or no object of JSON; send an object of the request's fields"
-    where = ".".join(str(part) for part in error["loc"] if part != "body")
-    return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
+    return answer(request.url.path, build_problem(error))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

@@ -64,6 +64,29 @@ def check_growth(chars: int) -> None:
         )
 
 
+def check_ids(model: ServedModel, name: str | None, field: str, given: Any) -> None:
+    """Makes sure that token ids are those of a model's own tokenizer.
+
+    Args:
+        model: Of the request.
+        name: What the request calls it; None for nothing.
+        field: Name of the field, for the error.
+        given: A text, token ids, or a list of either.
+
+    Raises:
+        Problem: There are ids, and the name is an alias.
+    """
+    has_ids = isinstance(given, list) and any(isinstance(each, int | list) for each in given)
+    if has_ids and not model.is_own_name(name):
+        raise Problem(
+            Kind.INVALID,
+            f"{field}: has token ids, but {name!r:.100} is an alias, so they may be another"
+            " tokenizer's; send texts (LangChain: check_embedding_ctx_length=False), or the"
+            " model's own ids under its own name",
+            param=field,
+        )
+
+
 async def run_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:

@@ -1,9 +1,7 @@
-"""The Redis of the results: commands, the gateway's own jobs, and records of the tasks it sent.
+"""The Redis of the results: commands, and records of the tasks that the gateway sent.
 
-In that Redis gateways and their jobs keep what a kill must not lose, and any gateway may be asked.
-The jobs, batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
-so leases, heartbeats and redelivery are the queue's. Results are left where they are, so that
-several may read them.
+In that Redis gateways and their workers keep what a kill must not lose, and any gateway may be
+asked. Results are left where they are, so that several may read them.
 """
 
 import asyncio
@@ -22,13 +20,9 @@ from kombu.exceptions import KombuError
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from batchery.gateway_settings import JOBS_QUEUE
 from batchery.protocol.headers import backend_prefix
 from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem, redis_problem
-
-#: The task that runs a batch.
-BATCH = "batchery.gateway.batch"
 
 
 class Store:
@@ -72,14 +66,6 @@ class Store:
             yield self.backend.client
         except redis.RedisError as error:
             raise redis_problem(error) from error
-
-    def send(self, task: str, *arguments: Any) -> None:
-        """Sends one of the gateway's own jobs.
-
-        Raises:
-            OperationalError: kombu's; the broker is away.
-        """
-        self._app.send_task(task, arguments, queue=JOBS_QUEUE, ignore_result=True)
 
 
 # Tasks that were sent

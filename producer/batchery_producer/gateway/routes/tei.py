@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from fastapi import APIRouter, Body, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -30,7 +29,7 @@ from batchery_producer.gateway.models import (
     ServedModel,
     numbers,
 )
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import Kind, Problem, validate
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
@@ -458,11 +457,7 @@ async def root(
         form, run = SimilarityRequest, similarity
     elif served.kind == "classification" and "parameters" in body:
         form, run = PipelineRequest, pipeline
-    try:
-        payload = form.model_validate(body)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error
-    return await run(request, payload, served.name)
+    return await run(request, validate(form, body), served.name)
 
 
 def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, dict[str, Any]]:
