@@ -118,9 +118,6 @@ class GatewaySettings(BaseModel):
         description="Host names that requests may ask for; without keys, those of loopback,"
         " so that no web page reaches the gateway by a name of its own.",
     )
-    cors_origins: list[str] = Field(
-        [], description="Web pages of these origins may call; `*` is any."
-    )
     tasks: list[str] = Field(
         [], description="Tasks that `POST /tasks/NAME` may call; `*` at an end is any of the app's."
     )

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import Gateway
-from support.harness import wait_for
 
 OWNER = "tenant-acme"
 CALLER = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100_000, max_open_batches=3)
@@ -364,26 +362,15 @@ def test_upload_that_fails_takes_no_space(room: Room) -> None:
     room.upload(b"x" * 100, caller=SMALL)
 
 
-def test_what_could_not_be_removed_is_removed_later(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored_files, "REMOVE_AGAIN_S", 0.0)
-    kept, stuck, gone = (room.upload(content) for content in (b"kept", b"stuck", b"gone"))
-    remove = room.files.storage.remove
-    monkeypatch.setattr(room.files.storage, "remove", fail)
-    for each in (stuck, gone):
-        room.files.remove(OWNER, each.id)
-    # One that cannot be removed keeps no other.
-    monkeypatch.setattr(
-        room.files.storage, "remove", lambda name: fail() if stuck.id in name else remove(name)
-    )
-
-    def names() -> set[str]:
-        with suppress(DatasetError):
-            jobs.remove_expired(room.files)
-        return {each.name for each in (room.folder / OWNER / "files").iterdir()}
-
-    wait_for(lambda: names() == {kept.id, stuck.id}, f"{gone.id} is gone")
+def test_file_that_cannot_be_removed_stays_known(room: Room) -> None:
+    file = room.upload(b"stuck")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room.files.storage, "remove", fail)
+        with pytest.raises(DatasetError):
+            room.files.remove(OWNER, file.id)
+    assert room.files.get(OWNER, file.id).bytes == 5
+    room.files.remove(OWNER, file.id)
+    assert room.contents() == []
 
 
 @pytest.mark.parametrize("wrong", ["", "file-1", "../x", "file-" + "0" * 46, "bytes"])

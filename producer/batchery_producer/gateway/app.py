@@ -3,13 +3,12 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
 
 from celery import Celery
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -50,25 +49,6 @@ def list_routes() -> list[Route]:
     return [each for router in ROUTERS for each in router.routes if isinstance(each, Route)]
 
 
-#: How callers send their key, for the schema.
-SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-}
-
-
-class Web(FastAPI):
-    """The application; its `/openapi.json` has the keys, if there are any."""
-
-    def openapi(self) -> dict[str, Any]:
-        """The schema of all routes."""
-        schema = super().openapi()
-        if self.state.callers.have_keys:
-            schema["components"]["securitySchemes"] = SECURITY_SCHEMES
-            schema["security"] = [{name: []} for name in SECURITY_SCHEMES]
-        return schema
-
-
 def make_app(
     app: Celery,
     settings: Settings,
@@ -92,18 +72,19 @@ def make_app(
         async with running(app, settings, measurements) as gateway:
             yield {"gateway": gateway}
 
-    web = Web(
+    web = FastAPI(
         title="Batchery",
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
         lifespan=lifespan,
+        # For the schema: the guard looks at the key.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if callers.have_keys else [],
         # It would send callers on to `http://`, whatever a proxy speaks with them.
         redirect_slashes=False,
         # Its pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
     )
-    web.state.callers = callers
     for router in ROUTERS:
         web.include_router(router, responses=ERRORS)
     # All others come to the guard.
@@ -116,15 +97,6 @@ def make_app(
         measurements=measurements,
         routes=[each.path for each in list_routes()],
     )
-    if settings.gateway.cors_origins:
-        # Around the guard: a browser's first request has no key.
-        web.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.gateway.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", "Location"],
-        )
     return web
 
 

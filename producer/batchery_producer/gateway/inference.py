@@ -15,11 +15,6 @@ from batchery_producer.gateway.running import get_gateway
 # What a request asks for
 
 
-#: Maximum characters or token ids of a request whose answer is many times as large: a token of it
-#: takes 70 bytes as JSON, and a vector per token a thousand, here and in Redis.
-MAX_GROWING_CHARS = 100_000
-
-
 def read_items(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
     """The items of a request: one, or a list, as many as it may have; none of them is empty.
 
@@ -48,20 +43,6 @@ def count_chars(items: Sequence[Any]) -> int:
     return sum(
         sum(map(len, item.values())) if isinstance(item, dict) else len(item) for item in items
     )
-
-
-def check_growth(chars: int) -> None:
-    """Makes sure that an answer cannot get too large which is many times as large as its request.
-
-    Raises:
-        Problem: There are too many.
-    """
-    if chars > MAX_GROWING_CHARS:
-        raise Problem(
-            Kind.TOO_LARGE,
-            f"{chars} characters or token ids are more than {MAX_GROWING_CHARS} of a request whose"
-            " answer is many times as large; send several requests",
-        )
 
 
 def check_ids(model: ServedModel, name: str | None, field: str, given: Any) -> None:
@@ -164,7 +145,7 @@ async def choose_prompt(
     prompts: Mapping[str, str] = model.settings.prompts
     if not prompts.keys() & set(names):
         try:
-            prompts = (await get_gateway(request).infos.find(model)).prompts
+            prompts = await get_gateway(request).prompts.find(model)
         except Problem as problem:
             text = f"input_type: {problem.message}; or name its prompts in the setting prompts"
             raise Problem(problem.kind, text, param="input_type") from problem

@@ -32,7 +32,6 @@ from batchery.gateway_settings import JOBS_QUEUE, GatewaySettings
 from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.run import BatchRun
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.problems import Problem
@@ -43,7 +42,7 @@ from batchery_producer.gateway.webhooks import TASK as WEBHOOK
 
 logger = logging.getLogger(__name__)
 
-#: How often a worker looks for batches that nobody runs, and files that have expired, in seconds.
+#: How often a worker looks for batches that nobody runs, in seconds.
 LOOK_S = 1.0
 
 #: Batches of one owner that a worker runs at once.
@@ -129,19 +128,18 @@ def begin_batches(sender: Any, **_: Any) -> None:
 
 
 async def run_batches(app: Celery, is_over: threading.Event) -> None:
-    """Runs batches that are not over and that nobody else runs, and removes expired files."""
+    """Runs batches that are not over and that nobody else runs."""
     settings = app_settings(app)
     # Workers that start on demand start when there are jobs.
     own = {"timeout_s": REQUEST_S, "worker_grace_s": math.inf}
     gateway_settings = settings.gateway.model_copy(update=own)
     settings = settings.model_copy(update={"gateway": gateway_settings})
     runs: dict[str, asyncio.Task[None]] = {}
-    pace, loop = LogPace(), asyncio.get_running_loop()
+    pace = LogPace()
     async with running(app, settings, Measurements()) as gateway:
         while not is_over.is_set():
             try:
                 await take_batches(gateway, runs)
-                await loop.run_in_executor(None, remove_expired, gateway.files)
             except Exception as error:  # noqa: BLE001 - Redis may be away, and come back
                 if pace.is_due(str(error)):
                     logger.warning("jobs of the gateway: cannot be looked for: %s", error)
@@ -183,16 +181,6 @@ async def run_batch(gateway: Gateway, batch_id: str) -> None:
     finally:
         with suppress(Problem):  # It counts as left when it shows no sign of life.
             await asyncio.to_thread(batches.leave, batch_id)
-
-
-def remove_expired(files: FileStore) -> None:
-    """Removes files that have expired.
-
-    Raises:
-        Problem: Redis is away.
-    """
-    for owner, file_id in files.list_expired():
-        files.remove(owner, file_id)
 
 
 # The worker beside a gateway
