@@ -38,7 +38,7 @@ from batchery_producer.files.json_lines import read_lines
 from batchery_producer.files.source import DAMAGES, decompressed
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
-from batchery_producer.gateway.batches.run import ROUTES
+from batchery_producer.gateway.batch_run import ROUTES
 from batchery_producer.gateway.problems import Problem, validate
 from batchery_producer.gateway.routes.tei import HANDLERS
 from batchery_worker.consumer import check

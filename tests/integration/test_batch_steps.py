@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchery.errors import DatasetError
+from batchery_producer.gateway import batch_run as runs
 from batchery_producer.gateway import jobs
+from batchery_producer.gateway.batch_run import ROUTES, BatchRun
 from batchery_producer.gateway.batches import files as stored_files
-from batchery_producer.gateway.batches import run as runs
 from batchery_producer.gateway.batches.files import FileObject
-from batchery_producer.gateway.batches.run import ROUTES, BatchRun
 from batchery_producer.gateway.batches.store import BatchRecord, Status
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.metrics import Measurements

@@ -32,7 +32,7 @@ from batchery.gateway_settings import JOBS_QUEUE, GatewaySettings
 from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.run import BatchRun
+from batchery_producer.gateway.batch_run import BatchRun
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.running import Gateway, running
