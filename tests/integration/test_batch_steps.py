@@ -48,7 +48,7 @@ class Room:
                 "chat": {"kind": "generation", "model": "none"},
             },
         )
-        self.folder = folder
+        self.app, self.folder = app, folder
         self.gateway = Gateway(app, jobs.app_settings(app), Measurements())
         self.files, self.batches = self.gateway.files, self.gateway.batches
 
@@ -100,7 +100,7 @@ class Route:
         #: Texts up to this length are answered, all others wait.
         self.longest = len(TEXTS)
         #: What the next requests raise.
-        self.problems: list[Problem] = []
+        self.problems: list[Exception] = []
         self.is_asked = threading.Event()
 
     async def __call__(self, request: Request, body: Any) -> Response:
@@ -193,6 +193,14 @@ def test_request_that_fails_has_the_status_of_its_route(room: Room, route: Route
     (line,) = room.content(record.error_file_id)
     assert line["response"]["status_code"] == 502
     assert line["response"]["body"]["error"]["message"] == "the server failed"
+
+
+def test_failure_of_the_gateway_itself_tells_nothing(room: Room, route: Route) -> None:
+    route.problems = [OSError("/a/folder/of/ours")]
+    record = room.run(room.create("a"))
+    (line,) = room.content(record.error_file_id)
+    assert line["response"]["status_code"] == 500
+    assert "/a/folder" not in str(line)
 
 
 def test_batch_file_has_whole_answers(room: Room) -> None:
@@ -316,6 +324,28 @@ def test_batch_is_run_by_one_and_an_owner_s_are_some_at_a_time(
 
     asyncio.run(take())
     assert begun == [*ids[1:], *ids[:2]]
+
+
+def test_worker_that_stops_leaves_its_batches_to_others(
+    room: Room, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "LOOK_S", 0.02)
+    batch_id, is_over = room.create(*TEXTS), threading.Event()
+    route.longest = 2
+
+    async def work() -> None:
+        working = asyncio.ensure_future(jobs.run_batches(room.app, is_over))
+        while room.load(batch_id).request_counts.completed < 2:
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await working
+
+    asyncio.run(work())
+    assert room.load(batch_id).status is Status.IN_PROGRESS
+    route.longest = len(TEXTS)
+    assert room.batches.take(batch_id)
+    room.run(batch_id)
+    check_whole(room, batch_id)
 
 
 # Files

@@ -27,14 +27,8 @@ from batchery_producer.gateway.batches.store import (
     Status,
 )
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.problems import (
-    Kind,
-    Problem,
-    answer,
-    build_problem,
-    log_failure,
-    validate,
-)
+from batchery_producer.gateway.guard import find_problem
+from batchery_producer.gateway.problems import Kind, Problem, answer, log_failure, validate
 from batchery_producer.gateway.routes import completions, openai
 from batchery_producer.gateway.running import Gateway
 from batchery_producer.openai_generation import CHAT_URL, TEXT_URL, ChatRequest, CompletionRequest
@@ -162,7 +156,7 @@ class BatchRun:
                     raise Problem(Kind.INVALID, text, param="stream")
                 line.answer = await handle(Request(scope, _never_hang_up), body)
             except Exception as error:  # noqa: BLE001 - it is the line's answer
-                problem = build_problem(error)
+                problem = find_problem(error)
                 if problem.kind in PASSING:
                     await asyncio.sleep(problem.retry_after_s or RETRY_S)
                 else:
