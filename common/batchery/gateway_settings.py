@@ -21,7 +21,7 @@ HASH = re.compile(r"sha256:[0-9a-f]{64}")
 #: What webhooks are signed with: base64 of 24 to 64 bytes, as Standard Webhooks has it.
 WEBHOOK_SECRET = r"^whsec_(?:[A-Za-z0-9+/]{4}){8,21}(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
-#: Queue of the gateway's own jobs: steps of batch files, and webhooks.
+#: Queue of webhooks, whose workers run batch files, too.
 JOBS_QUEUE = "batchery.gateway"
 
 #: Of a setting that there is for all, too.
@@ -117,9 +117,6 @@ class GatewaySettings(BaseModel):
         [],
         description="Host names that requests may ask for; without keys, those of loopback,"
         " so that no web page reaches the gateway by a name of its own.",
-    )
-    cors_origins: list[str] = Field(
-        [], description="Web pages of these origins may call; `*` is any."
     )
     tasks: list[str] = Field(
         [], description="Tasks that `POST /tasks/NAME` may call; `*` at an end is any of the app's."

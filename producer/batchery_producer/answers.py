@@ -169,25 +169,6 @@ def read_outcomes(
     return list(_each_outcome(answer.value, indexes, answer.batch))
 
 
-def joined(answer: Answer, count: int, first: int = 0) -> Answer:
-    """One answer for all `count` items of a job: all values, or the first error.
-
-    Args:
-        answer: Answer of the job.
-        count: Number of its items.
-        first: Index of the first of them among those of the caller.
-    """
-    if answer.error is not None:
-        return answer
-    outcomes = list(_each_outcome(answer.value, range(first, first + count)))
-    for outcome in outcomes:
-        if outcome.error is not None:
-            is_one = count == 1 and not first
-            text = str(outcome.error) if is_one else f"item {outcome.index}: {outcome.error}"
-            return Answer(error=(type(outcome.error).__name__, text))
-    return Answer(value=[outcome.value for outcome in outcomes])
-
-
 def _each_outcome(
     entries: Any, indexes: range, batch: BatchSummary | None = None
 ) -> Iterator[Outcome]:

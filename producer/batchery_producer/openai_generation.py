@@ -234,18 +234,6 @@ class CompletionRequest(GenerationRequest):
         return [{"prompt": prompt} for prompt in ([given] if is_one else given)]
 
 
-#: The bodies of both routes, which batch files may have as well.
-REQUESTS: Mapping[str, type[GenerationRequest]] = {
-    CHAT_URL: ChatRequest,
-    TEXT_URL: CompletionRequest,
-}
-
-
-def count_texts(item: Any) -> int:
-    """How many texts an item asks for; those of other kinds count as one."""
-    return int(item["options"].get("n", 1)) if isinstance(item, Mapping) else 1
-
-
 def count_chars(items: Sequence[Any]) -> int:
     """Characters of all items of a request as they are sent, each with what all of them share.
 
@@ -253,11 +241,6 @@ def count_chars(items: Sequence[Any]) -> int:
     """
     # What they share is the same in each, so it is looked at once.
     return sum(map(_count_own_chars, items)) + len(items) * _count_shared_chars(items[0])
-
-
-def count_copied_chars(items: Sequence[Any]) -> int:
-    """Characters of `count_chars` that came once, and go with all further items as well."""
-    return (len(items) - 1) * _count_shared_chars(items[0])
 
 
 def _count_own_chars(item: Any) -> int:

@@ -21,6 +21,7 @@ import pyarrow
 import zstandard
 from celery import Celery
 from celery.exceptions import InvalidTaskError
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from batchery.cli import dead_letters as dead_letter_command
@@ -37,8 +38,8 @@ from batchery_producer.files.json_lines import read_lines
 from batchery_producer.files.source import DAMAGES, decompressed
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
-from batchery_producer.gateway.batches.requests import ENDPOINTS, read_items
-from batchery_producer.gateway.problems import Problem
+from batchery_producer.gateway.batch_run import ROUTES
+from batchery_producer.gateway.problems import Problem, validate
 from batchery_producer.gateway.routes.tei import HANDLERS
 from batchery_worker.consumer import check
 from batchery_worker.device import inbox
@@ -206,7 +207,6 @@ def read_result(data: bytes) -> None:
     for items, is_multi_item in ((1, False), (2, True)):
         if answer is not None:
             answers.read_outcomes(answer, range(items), is_multi_item, backend)
-            answers.joined(answer, items)
 
 
 # Files
@@ -254,9 +254,9 @@ def read_request(value: Any) -> None:
     """The body of a line of a file of OpenAI's batch API."""
     said = value.get("body") if isinstance(value, dict) else value
     body = said if isinstance(said, dict) else {"input": said}
-    for url in ENDPOINTS:
-        with suppress(InvalidItem):
-            read_items(url, {"model": "m", **body})
+    for _, form, _ in ROUTES.values():
+        with suppress(RequestValidationError):
+            validate(form, {"model": "m", **body})
 
 
 REQUEST = json.dumps(

@@ -1,101 +1,87 @@
-"""Attempts at a batch, in a real Redis: what late, doubled and killed ones do to its files."""
+"""Runs of a batch, in a real Redis: what late, doubled and failed ones do to its files."""
 
-import base64
+import asyncio
 import io
 import json
-import struct
-from contextlib import suppress
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, states
+from celery import Celery
+from starlette.requests import Request
+from starlette.responses import Response
 
 from batchery.errors import DatasetError
+from batchery_producer.gateway import batch_run as runs
 from batchery_producer.gateway import jobs
+from batchery_producer.gateway.batch_run import ROUTES, BatchRun
 from batchery_producer.gateway.batches import files as stored_files
-from batchery_producer.gateway.batches import run as steps
-from batchery_producer.gateway.batches import store as stored_batches
 from batchery_producer.gateway.batches.files import FileObject
-from batchery_producer.gateway.batches.requests import read_slice
-from batchery_producer.gateway.batches.run import BatchRun
 from batchery_producer.gateway.batches.store import BatchRecord, Status
 from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.metrics import Measurements
+from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import BATCH
-from support.harness import wait_for
-from support.patience import patient
+from batchery_producer.gateway.running import Gateway
 
 OWNER = "tenant-acme"
 CALLER = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100_000, max_open_batches=3)
 SMALL = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100)
 
-#: Two numbers in base64, as workers of ours store them.
-VECTOR = base64.b64encode(struct.pack("<2f", 1, 2)).decode()
-
 TEXTS = tuple("x" * number for number in range(1, 7))
-SLICES = range(3)
+
+EMBEDDINGS = "/v1/embeddings"
+
+ANSWER = Response(b'{"usage": {"prompt_tokens": 1, "total_tokens": 1}}')
 
 
 class Room:
-    """The files and batches of one process. Nobody runs its jobs, but for the test."""
+    """The files and batches of one process. Nobody runs these, but for the test."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.app = Celery("steps", broker=url, backend=url, set_as_current=False)
-        self.app.conf.update(
+        app = Celery("runs", broker=url, backend=url, set_as_current=False)
+        app.conf.update(
             batchery_gateway={"files": str(folder)},
-            batchery_models={"embed": {"kind": "embedding", "model": "none"}},
+            batchery_models={
+                "embed": {"kind": "embedding", "model": "none"},
+                "chat": {"kind": "generation", "model": "none"},
+            },
         )
-        self.folder = folder
-        self.context = jobs.get_context(self.app)
-        self.files, self.batches = self.context.files, self.context.batches
+        self.app, self.folder = app, folder
+        self.gateway = Gateway(app, jobs.app_settings(app), Measurements())
+        self.files, self.batches = self.gateway.files, self.gateway.batches
 
     def upload(self, content: bytes, caller: Caller = CALLER) -> FileObject:
         file = io.BytesIO(content)
         return self.files.upload(caller, "a.jsonl", file, len(content))
 
-    def create(self, *texts: str) -> str:
+    def create(self, *texts: str, url: str = EMBEDDINGS, **body: Any) -> str:
         """A batch with a request for each text; returns its id."""
         rows = [
             {
                 "custom_id": f"r-{number}",
-                "url": "/v1/embeddings",
-                "body": {"model": "embed", "input": text},
+                "url": url,
+                "body": {"model": "embed", "input": text, **body},
             }
             for number, text in enumerate(texts)
         ]
         file = self.upload("\n".join(map(json.dumps, rows)).encode())
-        said = {"endpoint": "/v1/embeddings", "completion_window": "1h"}
+        said = {"endpoint": url, "completion_window": "1h"}
         return self.batches.create(CALLER, file.id, 3600, 6, **said).id
-
-    def begin(self) -> str:
-        """A batch of three slices, the jobs of two of which are sent; returns its id."""
-        batch_id = self.create(*TEXTS)
-        assert self.attempt(batch_id).run() == steps.PAUSE_S
-        return batch_id
 
     def load(self, batch_id: str) -> BatchRecord:
         record = self.batches.load(batch_id)
         assert record is not None
         return record
 
-    def attempt(self, batch_id: str) -> BatchRun:
-        return BatchRun(self.context, self.load(batch_id))
+    def prepare(self, batch_id: str) -> BatchRun:
+        return BatchRun(self.gateway, self.load(batch_id))
 
-    def answer(self, batch_id: str, *slices: int) -> None:
-        """Stores results of the jobs of some slices, as a worker does.
-
-        From now on results are awaited, however slow the machine is, as they will be found.
-        """
-        steps.IDLE_S = steps.ATTEMPT_S = patient(30)
-        backend: Any = self.app.backend
-        for number in slices:
-            for request in read_slice(self.load(batch_id), number, self.files):
-                for job_id in request.jobs:
-                    result = [{"ok": {"vector": VECTOR, "tokens": 1}}]
-                    stored = {"status": states.SUCCESS, "result": result, "task_id": job_id}
-                    key = backend.get_key_for_task(job_id)
-                    backend.client.set(key, backend.encode(stored))
+    def run(self, batch_id: str) -> BatchRecord:
+        """Runs a batch to its end."""
+        asyncio.run(self.prepare(batch_id).run())
+        return self.load(batch_id)
 
     def content(self, file_id: str | None) -> list[Any]:
         assert file_id is not None
@@ -107,13 +93,39 @@ class Room:
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
 
+class Route:
+    """Answers requests for embeddings in the place of the gateway's route."""
+
+    def __init__(self) -> None:
+        #: Texts up to this length are answered, all others wait.
+        self.longest = len(TEXTS)
+        #: What the next requests raise.
+        self.problems: list[Exception] = []
+        self.is_asked = threading.Event()
+
+    async def __call__(self, request: Request, body: Any) -> Response:
+        assert request.state.caller.name == OWNER
+        self.is_asked.set()
+        if self.problems:
+            raise self.problems.pop()
+        while len(body.input) > self.longest:
+            await asyncio.sleep(0.01)
+        return ANSWER
+
+
+@pytest.fixture
+def route(monkeypatch: pytest.MonkeyPatch) -> Route:
+    made = Route()
+    kind, form, _ = ROUTES[EMBEDDINGS]
+    monkeypatch.setitem(ROUTES, EMBEDDINGS, (kind, form, made))
+    return made
+
+
 @pytest.fixture
 def room(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
-    # Two requests in a slice, and nobody waits for those that nobody computes.
+    # Two requests in a slice.
     monkeypatch.setattr("batchery_producer.gateway.batches.requests.SLICE_JOBS", 2)
-    monkeypatch.setattr(steps, "IDLE_S", 0.01)
-    monkeypatch.setattr(steps, "ATTEMPT_S", 0.01)
-    monkeypatch.setattr(steps, "COLLECT_S", 0.01)
+    monkeypatch.setattr(runs, "LOOK_S", 0.02)
     return Room(url, tmp_path / "files")
 
 
@@ -122,20 +134,24 @@ def check_whole(room: Room, batch_id: str) -> None:
     assert (record.status, record.request_counts.completed) == (Status.COMPLETED, len(TEXTS))
     lines = room.content(record.output_file_id)
     assert [line["custom_id"] for line in lines] == [f"r-{n}" for n in range(len(TEXTS))]
+    assert {line["response"]["status_code"] for line in lines} == {200}
+    assert record.usage is not None
+    assert record.usage.total_tokens == len(TEXTS)
     found, _ = room.files.page(OWNER, None, 10, newest_first=True, purpose="batch_output")
     assert [each.id for each in found] == [record.output_file_id]
     assert found[0].bytes == sum(map(len, room.files.read(OWNER, found[0])))
 
 
-def test_doubled_and_late_attempts_leave_each_line_once_and_in_order(room: Room) -> None:
+@pytest.mark.usefixtures("route")
+def test_doubled_and_late_runs_leave_each_line_once_and_in_order(room: Room) -> None:
     batch_id = room.create(*TEXTS)
-    early = room.attempt(batch_id)
-    room.attempt(batch_id).run()
-    late = room.attempt(batch_id)
-    room.answer(batch_id, *SLICES)
-    assert room.attempt(batch_id).run() is None
-    assert late.run() is None
-    assert early.run() is None
+    early = room.prepare(batch_id)
+
+    async def run_all() -> None:
+        await asyncio.gather(*(room.prepare(batch_id).run() for _ in range(3)))
+        await early.run()
+
+    asyncio.run(run_all())
     check_whole(room, batch_id)
     # Nothing is left of what one of them wrote in vain, but in the file's own folder.
     assert {path.parent.name for path in room.contents()} == {
@@ -144,37 +160,57 @@ def test_doubled_and_late_attempts_leave_each_line_once_and_in_order(room: Room)
     }
 
 
-def test_two_that_write_a_slice_at_once_write_it_once(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch_id = room.begin()
-    room.answer(batch_id, *SLICES)
-    write = room.files.storage.write
-
-    def write_and_be_slow(*arguments: Any) -> int:
-        size = write(*arguments)
-        monkeypatch.undo()
-        assert room.attempt(batch_id).run() is None
-        return size
-
-    monkeypatch.setattr(room.files.storage, "write", write_and_be_slow)
-    assert room.attempt(batch_id).run() is None
-    check_whole(room, batch_id)
-
-
-def test_slice_that_could_not_be_written_is_written_by_the_next_attempt(room: Room) -> None:
-    batch_id = room.begin()
-    room.answer(batch_id, *SLICES)
+@pytest.mark.usefixtures("route")
+def test_slice_that_could_not_be_written_is_written_by_the_next_run(room: Room) -> None:
+    batch_id = room.create(*TEXTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room.files.storage, "write", fail)
         with pytest.raises(DatasetError):
-            room.attempt(batch_id).run()
-    assert room.attempt(batch_id).run() is None
+            room.run(batch_id)
+    room.run(batch_id)
     check_whole(room, batch_id)
 
 
 def fail(*_: Any) -> None:
     raise DatasetError("the disk is full")
+
+
+def test_request_is_made_again_while_what_is_wrong_may_pass(room: Room, route: Route) -> None:
+    route.problems = [
+        Problem(kind, "come again", retry_after_s=0.01)
+        for kind in (Kind.UNAVAILABLE, Kind.OVERLOADED, Kind.TIMEOUT, Kind.NOT_FOUND)
+    ]
+    batch_id = room.create(*TEXTS)
+    room.run(batch_id)
+    check_whole(room, batch_id)
+
+
+def test_request_that_fails_has_the_status_of_its_route(room: Room, route: Route) -> None:
+    route.problems = [Problem(Kind.BAD_GATEWAY, "the server failed")]
+    record = room.run(room.create("a", "b"))
+    counts = record.request_counts
+    assert (record.status, counts.completed, counts.failed) == (Status.COMPLETED, 1, 1)
+    (line,) = room.content(record.error_file_id)
+    assert line["response"]["status_code"] == 502
+    assert line["response"]["body"]["error"]["message"] == "the server failed"
+
+
+def test_failure_of_the_gateway_itself_tells_nothing(room: Room, route: Route) -> None:
+    route.problems = [OSError("/a/folder/of/ours")]
+    record = room.run(room.create("a"))
+    (line,) = room.content(record.error_file_id)
+    assert line["response"]["status_code"] == 500
+    assert "/a/folder" not in str(line)
+
+
+def test_batch_file_has_whole_answers(room: Room) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": "chat", "messages": messages, "stream": True}
+    record = room.run(room.create("a", url="/v1/chat/completions", **body))
+    assert record.request_counts.failed == 1
+    (line,) = room.content(record.error_file_id)
+    assert line["response"]["status_code"] == 400
+    assert "stream: batch files have whole" in line["response"]["body"]["error"]["message"]
 
 
 def check_failed(room: Room, batch_id: str, code: str) -> BatchRecord:
@@ -195,24 +231,34 @@ def cancel(room: Room, batch_id: str) -> None:
     assert room.batches.cancel(OWNER, batch_id).cancelling_at == seen.cancelling_at
 
 
+def run_and_end(room: Room, batch_id: str, end: Any, completed: int) -> BatchRecord:
+    """Runs a batch that is ended early, when so many requests have an answer."""
+
+    async def run() -> None:
+        running = asyncio.ensure_future(room.prepare(batch_id).run())
+        while not (now := room.load(batch_id)).slices or now.request_counts.completed < completed:
+            await asyncio.sleep(0.01)
+        end(room, batch_id)
+        await running
+
+    asyncio.run(run())
+    return room.load(batch_id)
+
+
 @pytest.mark.parametrize(
     ("end", "status", "failed"),
-    [(expire, Status.EXPIRED, 4), (cancel, Status.CANCELLED, 0)],
+    [(expire, Status.EXPIRED, 3), (cancel, Status.CANCELLED, 0)],
     ids=["expired", "cancelled"],
 )
-def test_batch_that_ends_early_keeps_what_was_computed(
-    room: Room, end: Any, status: Status, failed: int
+def test_batch_that_ends_early_keeps_what_was_done(
+    room: Room, route: Route, end: Any, status: Status, failed: int
 ) -> None:
-    batch_id = room.begin()
-    running = room.attempt(batch_id)
-    # Its results come too late for the attempt, whose process is killed.
-    room.answer(batch_id, 0)
-    end(room, batch_id)
-    assert running.run() is None  # It ends by itself.
-    record = room.load(batch_id)
+    batch_id = room.create(*TEXTS)
+    route.longest = 3  # One slice, and a half.
+    record = run_and_end(room, batch_id, end, 3)
     counts = record.request_counts
-    assert (record.status, counts.completed, counts.failed) == (status, 2, failed)
-    assert len(room.content(record.output_file_id)) == 2
+    assert (record.status, counts.completed, counts.failed) == (status, 3, failed)
+    assert len(room.content(record.output_file_id)) == 3
     if failed:
         errors = [line["error"]["code"] for line in room.content(record.error_file_id)]
         assert errors == ["batch_expired"] * failed
@@ -221,61 +267,85 @@ def test_batch_that_ends_early_keeps_what_was_computed(
 
 
 @pytest.mark.parametrize("end", [expire, cancel])
-def test_batch_whose_model_has_gone_waits_and_can_end(room: Room, end: Any) -> None:
-    batch_id = room.begin()
-    room.batches.change(batch_id, lambda now: now.model_copy(update={"model": "gone"}))
-    assert room.attempt(batch_id).run() == steps.PAUSE_S
-    end(room, batch_id)
-    assert room.attempt(batch_id).run() is None
-    assert room.load(batch_id).is_over
+def test_batch_whose_model_has_gone_waits_and_can_end(
+    room: Room, end: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = room.gateway.models.find
+    monkeypatch.setattr(
+        room.gateway.models,
+        "find",
+        # Only the reading of the file finds it.
+        lambda name, kinds=None: (
+            find(name, kinds)
+            if threading.current_thread() is not threading.main_thread()
+            else ServedModels({}).find("gone")
+        ),
+    )
+    assert run_and_end(room, room.create(*TEXTS), end, 0).is_over
 
 
-def test_batch_whose_input_is_gone_keeps_what_was_computed(room: Room) -> None:
-    batch_id = room.begin()
-    room.answer(batch_id, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "ATTEMPT_S", 1.0)
-        assert room.attempt(batch_id).run() == 0
-    room.files.remove(OWNER, room.load(batch_id).input_file_id)
-    assert room.attempt(batch_id).run() is None
+def test_batch_whose_input_is_gone_keeps_what_was_done(room: Room, route: Route) -> None:
+    def remove(room: Room, batch_id: str) -> None:
+        room.files.remove(OWNER, room.load(batch_id).input_file_id)
+        route.longest = 2
+
+    batch_id = room.create(*TEXTS)
+    route.longest = 1
+    run_and_end(room, batch_id, remove, 1)
     record = check_failed(room, batch_id, "file_not_found")
     assert record.request_counts.completed == 2
     assert len(room.content(record.output_file_id)) == 2
 
 
-def test_second_message_of_a_batch_that_runs_goes(room: Room, bare: Any) -> None:
-    batch_id = room.create(*TEXTS)
-    with room.batches.attempt(batch_id):
-        room.app.tasks[BATCH](batch_id)
-    assert room.load(batch_id).status is Status.VALIDATING
-
-
-def test_batch_without_a_sign_of_life_is_taken_up(
-    room: Room, bare: Any, monkeypatch: pytest.MonkeyPatch
+def test_batch_is_run_by_one_and_an_owner_s_are_some_at_a_time(
+    room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_batches, "LIFE_S", -1.0)
-    batch_id = room.create(*TEXTS)
-    bare.delete("batchery.gateway")  # The message is lost.
-    jobs.tidy(room.context)
-    (message,) = bare.lrange("batchery.gateway", 0, -1)
-    assert batch_id in json.loads(message)["headers"]["argsrepr"]
+    ids = [room.create("a") for _ in range(3)]
+    monkeypatch.setattr(jobs, "OWNER_RUNS", 2)
+    begun: list[str] = []
+
+    async def run_batch(_: Gateway, batch_id: str) -> None:
+        begun.append(batch_id)
+        room.batches.leave(batch_id)
+
+    monkeypatch.setattr(jobs, "run_batch", run_batch)
+    assert room.batches.take(ids[0])
+
+    async def take() -> None:
+        running: dict[str, asyncio.Task[None]] = {}
+        await jobs.take_batches(room.gateway, running)
+        assert list(running) == ids[1:]
+        await asyncio.gather(*running.values())
+        room.batches.leave(ids[0])
+        # Those have ended.
+        await jobs.take_batches(room.gateway, running)
+        assert list(running) == ids[:2]
+        await asyncio.gather(*running.values())
+
+    asyncio.run(take())
+    assert begun == [*ids[1:], *ids[:2]]
 
 
-def test_slice_whose_jobs_were_lost_sends_them_again(
-    room: Room, bare: Any, monkeypatch: pytest.MonkeyPatch
+def test_worker_that_stops_leaves_its_batches_to_others(
+    room: Room, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_id = room.begin()
+    monkeypatch.setattr(jobs, "LOOK_S", 0.02)
+    batch_id, is_over = room.create(*TEXTS), threading.Event()
+    route.longest = 2
 
-    def waiting() -> list[str]:
-        assert room.attempt(batch_id).run() is not None
-        (queue,) = bare.keys("embed*")
-        return sorted(json.loads(each)["headers"]["id"] for each in bare.lrange(queue, 0, -1))
+    async def work() -> None:
+        working = asyncio.ensure_future(jobs.run_batches(room.app, is_over))
+        while room.load(batch_id).request_counts.completed < 2:
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await working
 
-    ids = waiting()
-    monkeypatch.setattr(steps, "STALL_S", -1.0)
-    assert (waiting(), len(ids)) == (ids, 4)  # Nothing is lost.
-    bare.delete(*bare.keys("embed*"))
-    assert waiting() == ids
+    asyncio.run(work())
+    assert room.load(batch_id).status is Status.IN_PROGRESS
+    route.longest = len(TEXTS)
+    assert room.batches.take(batch_id)
+    room.run(batch_id)
+    check_whole(room, batch_id)
 
 
 # Files
@@ -322,27 +392,15 @@ def test_upload_that_fails_takes_no_space(room: Room) -> None:
     room.upload(b"x" * 100, caller=SMALL)
 
 
-def test_what_could_not_be_removed_is_removed_later(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "TIDY_S", 0.002)
-    monkeypatch.setattr(stored_files, "REMOVE_AGAIN_S", 0.0)
-    kept, stuck, gone = (room.upload(content) for content in (b"kept", b"stuck", b"gone"))
-    remove = room.files.storage.remove
-    monkeypatch.setattr(room.files.storage, "remove", fail)
-    for each in (stuck, gone):
-        room.files.remove(OWNER, each.id)
-    # One that cannot be removed keeps no other.
-    monkeypatch.setattr(
-        room.files.storage, "remove", lambda name: fail() if stuck.id in name else remove(name)
-    )
-
-    def names() -> set[str]:
-        with suppress(DatasetError):
-            jobs.tidy(room.context)
-        return {each.name for each in (room.folder / OWNER / "files").iterdir()}
-
-    wait_for(lambda: names() == {kept.id, stuck.id}, f"{gone.id} is gone")
+def test_file_that_cannot_be_removed_stays_known(room: Room) -> None:
+    file = room.upload(b"stuck")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room.files.storage, "remove", fail)
+        with pytest.raises(DatasetError):
+            room.files.remove(OWNER, file.id)
+    assert room.files.get(OWNER, file.id).bytes == 5
+    room.files.remove(OWNER, file.id)
+    assert room.contents() == []
 
 
 @pytest.mark.parametrize("wrong", ["", "file-1", "../x", "file-" + "0" * 46, "bytes"])

@@ -329,7 +329,7 @@ def test_limits_of_a_key_hold_for_each_line_of_its_files(keyed: GatewayProcess) 
         assert (batch.status, counts(batch)) == ("completed", (3, 1, 2))
         lines = lines_of(api, batch.error_file_id)
         errors = {line["custom_id"]: line["response"] for line in lines}
-        assert {each["status_code"] for each in errors.values()} == {400}
+        assert {each["status_code"] for each in errors.values()} == {413}
         assert "max_items = 3" in errors["items"]["body"]["error"]["message"]
         assert "max_chars = 50" in errors["chars"]["body"]["error"]["message"]
 
@@ -348,7 +348,7 @@ def test_line_of_many_texts_is_cut_into_jobs(start_gateway: StartGateway, files:
         vectors = [each["embedding"] for each in line["response"]["body"]["data"]]
         assert vectors == [[len(text), 1.0] for text in texts[:1200]]
         (error,) = lines_of(api, batch.error_file_id)
-        assert "item 4305: text: is empty" in error["response"]["body"]["error"]["message"]
+        assert "item 4305 of input: is empty" in error["response"]["body"]["error"]["message"]
 
 
 def test_batch_is_finished_after_gateway_worker_and_device_were_killed(

@@ -262,7 +262,7 @@ def test_prompts_that_the_gateway_cannot_read_are_asked_for(start_gateway: Start
     answer = gateway.post("/v1/embeddings", body)
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
-    assert message.startswith("input_type: model 'embed': the gateway cannot read config.json")
+    assert message.startswith("input_type: model 'embed': the gateway cannot read modules.json")
     assert "or name its prompts in the setting prompts" in message
     # This one it knows; no worker has the model.
     body = {"input": "a", "input_type": "query"}

@@ -142,8 +142,8 @@ def test_a_body_of_another_type_is_told_which_header_is_missing(gateway: Gateway
     assert "'Content-Type: application/json'" in answer.json()["error"]["message"]
     packed = {"content-type": "application/json", "content-encoding": "gzip"}
     answer = gateway.post("/v1/embeddings", content=gzip.compress(body), headers=packed)
-    assert answer.status_code == 415
-    assert "not compressed" in answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "the body is no JSON" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/info", "/status", "/v1/models", "/metrics"])
@@ -177,7 +177,6 @@ def test_a_key_is_needed_where_there_are_keys(keyed: GatewayProcess) -> None:
     for path in ("/metrics", "/status", "/v1/models", "/v1/files", "/v1/batches", "/batch-stats"):
         assert keyed.get(path).status_code == 401
     assert post(keyed, body, KEY).status_code == 200
-    assert post(keyed, body, **{"x-api-key": KEY}).status_code == 200
     # A probe has none.
     assert keyed.get("/health").status_code == 200
 
@@ -218,25 +217,6 @@ def test_late_result_is_logged_with_its_request_id(gateway: GatewayProcess) -> N
 
 def test_web_page_with_a_name_for_loopback_is_refused(gateway: GatewayProcess) -> None:
     assert post(gateway, {"input": "a"}, host="evil.example").status_code == 403
-
-
-def test_web_page_that_may_call_sees_when_to_come_again(start_gateway: StartGateway) -> None:
-    origin = "https://app.example"
-    idle = {"idle": {**EMBED["embed"], "queue": "nobody"}}
-    gateway = start_gateway(models=idle, gateway={"keys": KEYS, "cors_origins": [origin]})
-    asked = {"origin": origin, "access-control-request-method": "POST"}
-    first = gateway.request("OPTIONS", "/v1/embeddings", headers=asked)
-    assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, origin)
-    for headers, status in (({}, 401), ({"authorization": f"Bearer {KEY}"}, 504)):
-        answer = gateway.post(
-            "/v1/embeddings",
-            {"input": "a"},
-            headers={"origin": origin, "x-request-timeout": "0.1", **headers},
-        )
-        assert answer.status_code == status
-        assert answer.headers["access-control-allow-origin"] == origin
-        seen = answer.headers["access-control-expose-headers"].split(", ")
-        assert {"Retry-After", "X-Should-Retry", "X-Request-Id"} <= set(seen)
 
 
 def test_full_queue_says_when_to_come_again(start_gateway: StartGateway, redis_url: str) -> None:

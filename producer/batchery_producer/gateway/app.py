@@ -1,15 +1,14 @@
 """The gateway's application: its routes, what is put around them, and its schema."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
 
 from celery import Celery
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -18,9 +17,9 @@ from batchery_producer.gateway import process_batch
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.problems import ERRORS, Kind, Problem, answer
+from batchery_producer.gateway.problems import ERRORS, Kind, Problem, answer, build_problem
 from batchery_producer.gateway.routes import cohere, completions, openai, operations, tasks, tei
-from batchery_producer.gateway.running import running
+from batchery_producer.gateway.running import Gateway, running
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -30,9 +29,6 @@ FRAMEWORK_KINDS = {
     413: Kind.TOO_LARGE,
     415: Kind.NOT_JSON,
 }
-
-#: pydantic's errors of a body that is missing, null, a list or the like.
-NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
 
 #: All routes; those of more general paths come later.
 ROUTERS = (
@@ -51,25 +47,6 @@ ROUTERS = (
 def list_routes() -> list[Route]:
     """All routes; FastAPI's own list has the routers."""
     return [each for router in ROUTERS for each in router.routes if isinstance(each, Route)]
-
-
-#: How callers send their key, for the schema.
-SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-}
-
-
-class Web(FastAPI):
-    """The application; its `/openapi.json` has the keys, if there are any."""
-
-    def openapi(self) -> dict[str, Any]:
-        """The schema of all routes."""
-        schema = super().openapi()
-        if self.state.callers.have_keys:
-            schema["components"]["securitySchemes"] = SECURITY_SCHEMES
-            schema["security"] = [{name: []} for name in SECURITY_SCHEMES]
-        return schema
 
 
 def make_app(
@@ -91,22 +68,23 @@ def make_app(
     measurements = Measurements(metrics_folder)
 
     @asynccontextmanager
-    async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        async with running(app, settings, measurements) as web.state.gateway:
-            yield
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Gateway]]:
+        async with running(app, settings, measurements) as gateway:
+            yield {"gateway": gateway}
 
-    web = Web(
+    web = FastAPI(
         title="Batchery",
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
         lifespan=lifespan,
+        # For the schema: the guard looks at the key.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if callers.have_keys else [],
         # It would send callers on to `http://`, whatever a proxy speaks with them.
         redirect_slashes=False,
         # Its pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
     )
-    web.state.callers = callers
     for router in ROUTERS:
         web.include_router(router, responses=ERRORS)
     # All others come to the guard.
@@ -119,31 +97,11 @@ def make_app(
         measurements=measurements,
         routes=[each.path for each in list_routes()],
     )
-    if settings.gateway.cors_origins:
-        # Around the guard: a browser's first request has no key.
-        web.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.gateway.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", "Location"],
-        )
     return web
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    return answer(request.url.path, invalid(first))
-
-
-def invalid(error: Mapping[str, Any]) -> Problem:
-    """The problem that one of pydantic's errors tells of."""
-    text = str(error["msg"]).removeprefix("Value error, ")
-    if tuple(error["loc"]) == ("body",) and error["type"] in NO_OBJECT:
-        text = "the body is empty, or no object of JSON; send an object of the request's fields"
-    where = ".".join(str(part) for part in error["loc"] if part != "body")
-    return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
+    return answer(request.url.path, build_problem(error))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

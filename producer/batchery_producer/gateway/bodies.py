@@ -34,7 +34,7 @@ class JsonRoute(APIRoute):
 
         async def handle_in_time(request: Request) -> Response:
             if self.body_field is not None:
-                _check_headers(request)
+                _check_type(request)
             timeout_s = read_timeout_s(request)
             try:
                 async with asyncio.timeout(timeout_s + SPARE_S):
@@ -50,26 +50,19 @@ class JsonRoute(APIRoute):
         return handle_in_time
 
 
-def _check_headers(request: Request) -> None:
-    """Makes sure that a body is JSON as it is.
+def _check_type(request: Request) -> None:
+    """Makes sure that a body is JSON.
 
     Raises:
-        Problem: Its headers say that it is something else.
+        Problem: Its header says that it is something else.
     """
-    given, encoding = (
-        request.headers.get(name, "") for name in ("content-type", "content-encoding")
-    )
+    given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if not (kind == "application/json" or kind.endswith("+json")):
         raise Problem(
             Kind.NOT_JSON,
             f"the body's Content-Type is {given or 'missing'!r:.100}; send JSON, and the header"
             " 'Content-Type: application/json'",
-        )
-    if encoding.lower() not in ("", "identity"):
-        raise Problem(
-            Kind.NOT_JSON,
-            f"the body's Content-Encoding is {encoding!r:.100}; send it as it is, not compressed",
         )
 
 

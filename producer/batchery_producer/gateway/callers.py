@@ -145,9 +145,7 @@ class Callers:
             return self._anyone
         given = headers.get(b"authorization", b"").decode("latin-1")
         scheme, _, key = given.partition(" ")
-        if scheme.lower() != "bearer":
-            key = headers.get(b"x-api-key", b"").decode("latin-1")
-        caller = self._by_hash.get(hash_key(key.strip()))
+        caller = self._by_hash.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
         if caller is None:
             what = "wrong API key" if key else "no API key"
             raise Problem(

@@ -97,7 +97,7 @@ class Guard:
                 await self._pass(scope, headers, receive, send_named)
         except (Exception, asyncio.CancelledError) as error:
             if not status:
-                problem = _find_problem(error)
+                problem = find_problem(error)
                 log_failure(scope, problem, None if problem is error else error)
                 await answer(scope["path"], problem)(scope, receive, send_named)
             elif isinstance(error, Exception):
@@ -174,7 +174,8 @@ def _busy(message: str) -> Problem:
     return Problem(Kind.OVERLOADED, message, retry_after_s=BUSY_RETRY_S)
 
 
-def _find_problem(error: BaseException) -> Problem:
+def find_problem(error: BaseException) -> Problem:
+    """The problem that whatever ended a request is to its caller, who learns nothing of ours."""
     if isinstance(error, asyncio.CancelledError):
         # Only the end of the process does that.
         text = "the gateway stops, and the call has not ended; send it again"

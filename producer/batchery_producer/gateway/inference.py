@@ -15,11 +15,6 @@ from batchery_producer.gateway.running import get_gateway
 # What a request asks for
 
 
-#: Maximum characters or token ids of a request whose answer is many times as large: a token of it
-#: takes 70 bytes as JSON, and a vector per token a thousand, here and in Redis.
-MAX_GROWING_CHARS = 100_000
-
-
 def read_items(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
     """The items of a request: one, or a list, as many as it may have; none of them is empty.
 
@@ -50,17 +45,26 @@ def count_chars(items: Sequence[Any]) -> int:
     )
 
 
-def check_growth(chars: int) -> None:
-    """Makes sure that an answer cannot get too large which is many times as large as its request.
+def check_ids(model: ServedModel, name: str | None, field: str, given: Any) -> None:
+    """Makes sure that token ids are those of a model's own tokenizer.
+
+    Args:
+        model: Of the request.
+        name: What the request calls it; None for nothing.
+        field: Name of the field, for the error.
+        given: A text, token ids, or a list of either.
 
     Raises:
-        Problem: There are too many.
+        Problem: There are ids, and the name is an alias.
     """
-    if chars > MAX_GROWING_CHARS:
+    has_ids = isinstance(given, list) and any(isinstance(each, int | list) for each in given)
+    if has_ids and not model.is_own_name(name):
         raise Problem(
-            Kind.TOO_LARGE,
-            f"{chars} characters or token ids are more than {MAX_GROWING_CHARS} of a request whose"
-            " answer is many times as large; send several requests",
+            Kind.INVALID,
+            f"{field}: has token ids, but {name!r:.100} is an alias, so they may be another"
+            " tokenizer's; send texts (LangChain: check_embedding_ctx_length=False), or the"
+            " model's own ids under its own name",
+            param=field,
         )
 
 
@@ -141,7 +145,7 @@ async def choose_prompt(
     prompts: Mapping[str, str] = model.settings.prompts
     if not prompts.keys() & set(names):
         try:
-            prompts = (await get_gateway(request).infos.find(model)).prompts
+            prompts = await get_gateway(request).prompts.find(model)
         except Problem as problem:
             text = f"input_type: {problem.message}; or name its prompts in the setting prompts"
             raise Problem(problem.kind, text, param="input_type") from problem

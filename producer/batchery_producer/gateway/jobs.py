@@ -1,53 +1,61 @@
-"""The gateway's own jobs as tasks, and the worker that runs them.
+"""What the gateway does besides its requests, batches and webhooks, and the worker that does it.
 
 An ordinary worker: `batchery serve` starts one beside itself, and others may run elsewhere as
 
     celery -A batchery.app worker -I batchery_producer.gateway.jobs -Q batchery.gateway
 
-Each such worker tidies now and then, one of them at a time.
+Webhooks are its tasks. Batches are run by a thread of it, which finds them in Redis.
 """
 
+import asyncio
 import logging
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-import redis
 from celery import Celery, shared_task
 from celery.exceptions import Reject
-from celery.signals import worker_ready
-from kombu.exceptions import OperationalError
+from celery.signals import worker_ready, worker_shutting_down
 
 from batchery.cli.main import one_line_errors
-from batchery.errors import BatcheryError, SettingsError
-from batchery.gateway_settings import JOBS_QUEUE
+from batchery.errors import SettingsError
+from batchery.gateway_settings import JOBS_QUEUE, GatewaySettings
 from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.run import BatchRun
-from batchery_producer.gateway.batches.shared import Shared
+from batchery_producer.gateway.batch_run import BatchRun
+from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, TaskRecord
-from batchery_producer.gateway.webhooks import BUSY_S, PAUSES_S, Busy, Undeliverable, post_result
+from batchery_producer.gateway.running import Gateway, running
+from batchery_producer.gateway.store import Store, TaskRecord
+from batchery_producer.gateway.webhooks import PAUSES_S, Undeliverable, post_result
 from batchery_producer.gateway.webhooks import TASK as WEBHOOK
 
 logger = logging.getLogger(__name__)
 
-#: How often a worker looks for what was lost or has expired, in seconds.
-TIDY_S = 5.0
+#: How often a worker looks for batches that nobody runs, in seconds.
+LOOK_S = 1.0
+
+#: Batches of one owner that a worker runs at once.
+OWNER_RUNS = 16
+
+#: How long a request of a batch may take before it is made again, in seconds.
+REQUEST_S = 3600.0
 
 #: How long after a failure a job is tried again, in seconds.
 RETRY_S = 5.0
 
-#: Jobs that the worker beside a gateway runs at once; most of them wait.
-SLOTS = 16
+#: Webhooks that the worker beside a gateway posts at once.
+SLOTS = 8
 
 #: After how long a worker that has ended is started again, in seconds.
 RESTART_S = 5.0
@@ -70,36 +78,17 @@ def app_settings(app: Celery) -> Settings:
 
 
 @cache
-def get_context(app: Celery) -> Shared:
-    """What the jobs of this process share."""
-    return Shared(app, app_settings(app))
-
-
-@shared_task(bind=True, name=BATCH, **OPTIONS)
-def run_batch(self: Any, batch_id: str) -> None:
-    """Goes on with a batch; runs again until that is over."""
-    context = get_context(self.app)
-    pause_s: float | None = None
-    try:
-        with context.batches.attempt(batch_id) as is_alone:
-            record = context.batches.load(batch_id) if is_alone else None
-            if record is not None:
-                pause_s = BatchRun(context, record).run()
-    except (BatcheryError, Problem, redis.RedisError, OperationalError) as error:
-        logger.warning("batch %s: tried again soon: %s", batch_id, error)
-        pause_s = RETRY_S
-    if pause_s is not None:
-        run_again(self, pause_s)
+def get_store(app: Celery) -> tuple[Store, GatewaySettings]:
+    """What the webhooks of this process share."""
+    return Store(app), app_settings(app).gateway
 
 
 @shared_task(bind=True, name=WEBHOOK, **OPTIONS)
 def post_webhook(self: Any, url: str, task: dict[str, Any], attempts: int = 0) -> None:
     """Makes one attempt to post the result of a task."""
-    context, where = get_context(self.app), f"webhook of task {task['id']} to {url}"
+    where = f"webhook of task {task['id']} to {url}"
     try:
-        post_result(context.store, context.settings.gateway, url, TaskRecord(**task))
-    except Busy:
-        run_again(self, BUSY_S)
+        post_result(*get_store(self.app), url, TaskRecord(**task))
     except Problem as problem:
         logger.warning("%s: tried again soon: %s", where, problem)
         run_again(self, RETRY_S)
@@ -125,42 +114,73 @@ def run_again(task: Any, pause_s: float, **changes: Any) -> None:
         raise Reject("the broker is away", requeue=True) from reject
 
 
-# What happens by itself
+# Batches
 
 
 @worker_ready.connect
-def begin_to_tidy(sender: Any, **_: Any) -> None:
-    """Tidies now and then, if the worker has the queue."""
+def begin_batches(sender: Any, **_: Any) -> None:
+    """Runs batches until the worker stops, if it has the queue."""
     if JOBS_QUEUE in sender.app.amqp.queues.consume_from:
-        threading.Thread(target=_tidy_on, args=(sender.app,), daemon=True).start()
+        is_over = threading.Event()
+        worker_shutting_down.connect(lambda **_: is_over.set(), weak=False)
+        work = run_batches(sender.app, is_over)
+        threading.Thread(target=asyncio.run, args=(work,)).start()
 
 
-def _tidy_on(app: Celery) -> None:
+async def run_batches(app: Celery, is_over: threading.Event) -> None:
+    """Runs batches that are not over and that nobody else runs."""
+    settings = app_settings(app)
+    # Workers that start on demand start when there are jobs.
+    own = {"timeout_s": REQUEST_S, "worker_grace_s": math.inf}
+    gateway_settings = settings.gateway.model_copy(update=own)
+    settings = settings.model_copy(update={"gateway": gateway_settings})
+    runs: dict[str, asyncio.Task[None]] = {}
     pace = LogPace()
-    while True:
-        time.sleep(TIDY_S)
-        try:
-            tidy(get_context(app))
-        except Exception as error:  # noqa: BLE001 - Redis may be away, and come back
-            if pace.is_due(str(error)):
-                logger.warning("jobs of the gateway: cannot be looked for: %s", error)
+    async with running(app, settings, Measurements()) as gateway:
+        while not is_over.is_set():
+            try:
+                await take_batches(gateway, runs)
+            except Exception as error:  # noqa: BLE001 - Redis may be away, and come back
+                if pace.is_due(str(error)):
+                    logger.warning("jobs of the gateway: cannot be looked for: %s", error)
+            await asyncio.sleep(LOOK_S)
+        for each in runs.values():
+            each.cancel()
+        await asyncio.gather(*runs.values(), return_exceptions=True)
 
 
-def tidy(context: Shared) -> None:
-    """Takes up batches whose messages were lost, and removes files that have expired.
+async def take_batches(gateway: Gateway, runs: dict[str, asyncio.Task[None]]) -> None:
+    """Begins batches that nobody runs; of one owner some at a time, so that all have their turn.
 
     Raises:
         Problem: Redis is away.
-        OperationalError: So is the broker.
     """
-    store = context.store
-    # One of the workers is enough.
-    key, life_ms = store.key("tidied"), int(TIDY_S * 900)
-    if store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
-        for batch_id in context.batches.find_lost():
-            store.send(BATCH, batch_id)
-        for owner, file_id in context.files.list_expired():
-            context.files.remove(owner, file_id)
+    batches = gateway.batches
+    open_now = await asyncio.to_thread(batches.list_open)
+    for batch_id in [each for each, run in runs.items() if run.done()]:
+        del runs[batch_id]
+    counts = Counter(owner for owner, batch_id in open_now if batch_id in runs)
+    for owner, batch_id in open_now:
+        if batch_id in runs or counts[owner] >= OWNER_RUNS:
+            continue
+        if await asyncio.to_thread(batches.take, batch_id):
+            counts[owner] += 1
+            runs[batch_id] = asyncio.create_task(run_batch(gateway, batch_id))
+
+
+async def run_batch(gateway: Gateway, batch_id: str) -> None:
+    """Runs a batch that was taken, and leaves it to others if that fails."""
+    batches = gateway.batches
+    try:
+        record = await asyncio.to_thread(batches.load, batch_id)
+        if record is not None and not record.is_over:
+            await BatchRun(gateway, record).run()
+    except Exception as error:  # noqa: BLE001 - a batch must not end because of it
+        logger.warning("batch %s: tried again soon: %s", batch_id, error)
+        await asyncio.sleep(RETRY_S)
+    finally:
+        with suppress(Problem):  # It counts as left when it shows no sign of life.
+            await asyncio.to_thread(batches.leave, batch_id)
 
 
 # The worker beside a gateway

@@ -1,12 +1,11 @@
-"""The models of the settings, as requests name them, and what their small files say."""
+"""The models of the settings, as requests name them, and the prompts of their files."""
 
 import asyncio
 import base64
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,69 +142,30 @@ def _download(settings: ModelSettings, name: str) -> Path:
         raise FileNotFoundError from None
 
 
-# What they say
-
-
-#: Limits from here on, in tokens, mean no limit: such tokenizers say 1e30.
-NO_LIMIT_TOKENS = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the files of a model say.
-
-    Attributes:
-        labels: Names of labels, by number.
-        max_tokens: Maximum length of a text, in tokens; None if they do not say.
-        prompts: Those of its settings among them.
-    """
-
-    labels: Mapping[int, str] = field(default_factory=dict)
-    max_tokens: int | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-
-
-#: Where the gateway cannot read them.
-UNKNOWN = ModelInfo()
-
-
-def read_info(model: ServedModel) -> ModelInfo:
-    """Reads the files of a model."""
-    read = partial(read_file, model)
-    config = read("config.json")
+def read_prompts(model: ServedModel) -> Mapping[str, str]:
+    """The prompts of a model: those of its files, and those of its settings among them."""
     # sentence-transformers reads its other files only where this one names its modules.
-    own: Callable[[str], Any] = read if read("modules.json") else lambda _: {}
-    prompts = own("config_sentence_transformers.json").get("prompts") or {}
-    limits = [
-        config.get("max_position_embeddings"),
-        read("tokenizer_config.json").get("model_max_length"),
-        own("sentence_bert_config.json").get("max_seq_length"),
-    ]
-    stated = [int(each) for each in limits if each and 0 < each < NO_LIMIT_TOKENS]
-    labels = config.get("id2label") or {}
-    return ModelInfo(
-        {int(number): str(name) for number, name in labels.items()},
-        min(stated, default=None),
-        {**prompts, **model.settings.prompts},
-    )
+    has_modules = bool(read_file(model, "modules.json"))
+    said = read_file(model, "config_sentence_transformers.json") if has_modules else {}
+    return {**(said.get("prompts") or {}), **model.settings.prompts}
 
 
-class ModelInfos:
-    """What the files of each model say, read when it is first asked for."""
+class ModelPrompts:
+    """The prompts of each model, read when they are first asked for."""
 
     def __init__(self) -> None:
-        self._known: dict[str, ModelInfo] = {}
+        self._known: dict[str, Mapping[str, str]] = {}
         self._reading = asyncio.Lock()
 
-    async def find(self, model: ServedModel) -> ModelInfo:
-        """That of a model.
+    async def find(self, model: ServedModel) -> Mapping[str, str]:
+        """Those of a model.
 
         Raises:
             Problem: Its files cannot be read; the next call tries again.
         """
         async with self._reading:
             if model.name not in self._known:
-                self._known[model.name] = await asyncio.to_thread(read_info, model)
+                self._known[model.name] = await asyncio.to_thread(read_prompts, model)
             return self._known[model.name]
 
 

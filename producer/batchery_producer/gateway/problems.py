@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import orjson
 from celery.exceptions import TaskRevokedError
+from fastapi.exceptions import RequestValidationError
 from kombu.exceptions import OperationalError
+from pydantic import BaseModel, ValidationError
 from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as NoAnswer
@@ -127,10 +129,39 @@ class Problem(Exception):
         return self.message
 
 
+Body = TypeVar("Body", bound=BaseModel)
+
+#: pydantic's errors of a body that is missing, null, a list or the like.
+NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
+
+
+def validate(form: type[Body], content: Any) -> Body:
+    """A body in its form, where FastAPI has not seen to it.
+
+    Raises:
+        RequestValidationError: As FastAPI raises it.
+    """
+    try:
+        return form.model_validate(content)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+
+
+def _build_invalid(error: Mapping[str, Any]) -> Problem:
+    """The problem that one of pydantic's errors tells of."""
+    text = str(error["msg"]).removeprefix("Value error, ")
+    if tuple(error["loc"]) == ("body",) and error["type"] in NO_OBJECT:
+        text = "the body is empty, or no object of JSON; send an object of the request's fields"
+    where = ".".join(str(part) for part in error["loc"] if part != "body")
+    return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
+
+
 def build_problem(error: BaseException) -> Problem:
-    """The problem that an error of a job, or of sending it, is to its caller."""
+    """The problem that an error of a request, of a job, or of sending it, is to its caller."""
     if isinstance(error, Problem):
         return error
+    if isinstance(error, RequestValidationError):
+        return _build_invalid(error.errors()[0])
     if isinstance(error, QueueFull):
         return Problem(Kind.OVERLOADED, str(error), retry_after_s=error.retry_after_s)
     text = str(error) or type(error).__name__

@@ -9,32 +9,41 @@ from starlette.requests import Request
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway.batches.shared import Shared
+from batchery_producer.gateway.batches.files import FileStore, Storage
+from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.health import Health, Monitor
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.models import ModelInfos
-from batchery_producer.gateway.store import TaskRecords
+from batchery_producer.gateway.models import ModelPrompts, ServedModels
+from batchery_producer.gateway.store import Store, TaskRecords
 
 
-class Gateway(Shared):
-    """What the routes share; `request.app.state.gateway`."""
+class Gateway:
+    """What the routes share, and what runs batches; `request.state.gateway`."""
 
     def __init__(self, app: Celery, settings: Settings, measurements: Measurements) -> None:
-        """As `running` takes it."""
-        super().__init__(app, settings)
+        """As `running` takes it; connects to nothing yet.
+
+        Raises:
+            DatasetError: There is no such place for files.
+        """
+        self.app, self.settings = app, settings
+        self.models = ServedModels(settings.models)
+        self.store = Store(app)
+        self.files = FileStore(self.store, Storage(settings.gateway.files))
+        self.batches = BatchStore(self.store, self.files)
         queues = {model.queue for model in self.models}
         self.measurements = measurements
         self.client = AsyncClient(app)
         self.health = Health(app, queues, settings.gateway.worker_grace_s)
         self.monitor = Monitor(app, queues, self.health)
-        self.infos = ModelInfos()
+        self.prompts = ModelPrompts()
         self.task_records = TaskRecords(self.store)
         self.stream_records = TaskRecords(self.store, "stream")
 
 
 def get_gateway(request: Request) -> Gateway:
     """The gateway of a request."""
-    gateway: Gateway = request.app.state.gateway
+    gateway: Gateway = request.state.gateway
     return gateway
 
 

@@ -1,17 +1,14 @@
-"""The Redis of the results: commands, the gateway's own jobs, and records of the tasks it sent.
+"""The Redis of the results: commands, and records of the tasks that the gateway sent.
 
-In that Redis gateways and their jobs keep what a kill must not lose, and any gateway may be asked.
-The jobs, batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
-so leases, heartbeats and redelivery are the queue's. Results are left where they are, so that
-several may read them.
+In that Redis gateways and their workers keep what a kill must not lose, and any gateway may be
+asked. Results are left where they are, so that several may read them.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NotRequired
 
 import orjson
@@ -22,13 +19,9 @@ from kombu.exceptions import KombuError
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from batchery.gateway_settings import JOBS_QUEUE
 from batchery.protocol.headers import backend_prefix
 from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem, redis_problem
-
-#: The task that runs a batch.
-BATCH = "batchery.gateway.batch"
 
 
 class Store:
@@ -38,7 +31,6 @@ class Store:
     """
 
     def __init__(self, app: Celery) -> None:
-        self._app = app
         #: Celery's backend; one for all threads, as its client is.
         self.backend: Any = app.backend
         self._is_redis = isinstance(self.backend, RedisBackend)
@@ -53,13 +45,7 @@ class Store:
         return await asyncio.to_thread(self.call, call)
 
     def call(self, call: Callable[[Any], Any]) -> Any:
-        """Calls a function with the Redis client."""
-        with self.client() as client:
-            return call(client)
-
-    @contextmanager
-    def client(self) -> Iterator[Any]:
-        """The Redis client.
+        """Calls a function with the Redis client.
 
         Raises:
             Problem: Redis is away, or is not the app's result backend.
@@ -69,17 +55,9 @@ class Store:
                 Kind.UNAVAILABLE, "this route needs a Redis as result backend; set result_backend"
             )
         try:
-            yield self.backend.client
+            return call(self.backend.client)
         except redis.RedisError as error:
             raise redis_problem(error) from error
-
-    def send(self, task: str, *arguments: Any) -> None:
-        """Sends one of the gateway's own jobs.
-
-        Raises:
-            OperationalError: kombu's; the broker is away.
-        """
-        self._app.send_task(task, arguments, queue=JOBS_QUEUE, ignore_result=True)
 
 
 # Tasks that were sent
@@ -195,10 +173,6 @@ class TaskRecords:
         """The record of a task; None if there is none."""
         found = self._store.call(lambda client: client.get(self._key(task_id)))
         return None if found is None else TaskRecord(**json.loads(found))
-
-    async def revoke(self, record: TaskRecord) -> None:
-        """Notes that a task is not wanted."""
-        await self.add(replace(record, revoked=True))
 
     async def wait_for_end(self, record: TaskRecord, wait_s: float) -> TaskState:
         """How a task is when it has ended, or after so many seconds."""

@@ -8,7 +8,6 @@ go, and how it is made.
 import asyncio
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -213,19 +212,9 @@ TASK = "batchery.gateway.webhook"
 #: Pauses before further attempts, in seconds.
 PAUSES_S = (1.0, 5.0, 25.0, 125.0, 625.0)
 
-#: Attempts that a worker makes at once, so that slow receivers leave it time for batch files.
-_PLACES = threading.BoundedSemaphore(8)
-
-#: After how long an attempt is made again that found no place, in seconds.
-BUSY_S = 2.0
-
 #: How long it waits for the result, in seconds: stock workers store it just after the callback.
 RESULT_WAIT_S = 2.0
 RESULT_LOOK_S = 0.05
-
-
-class Busy(Exception):
-    """As many are posted at once as may be."""
 
 
 def post_result(store: Store, settings: GatewaySettings, url: str, record: TaskRecord) -> None:
@@ -233,7 +222,6 @@ def post_result(store: Store, settings: GatewaySettings, url: str, record: TaskR
 
     Raises:
         Undeliverable: It did not arrive.
-        Busy: It must wait for its turn.
         Problem: Redis is away.
     """
     records, caller = TaskRecords(store), record.caller
@@ -252,10 +240,5 @@ def post_result(store: Store, settings: GatewaySettings, url: str, record: TaskR
         if time.monotonic() >= until_s:
             raise Undeliverable("its result is not stored yet")
         time.sleep(RESULT_LOOK_S)
-    if not _PLACES.acquire(blocking=False):
-        raise Busy
-    try:
-        secret = None if key is None else key.webhook_secret
-        post(target, settings.webhook_hosts, to_json(state), record.id, secret)
-    finally:
-        _PLACES.release()
+    secret = None if key is None else key.webhook_secret
+    post(target, settings.webhook_hosts, to_json(state), record.id, secret)

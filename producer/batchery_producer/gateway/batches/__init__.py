@@ -1,5 +1,6 @@
-"""OpenAI's files and batches: contents in a store, records in Redis, slices as jobs of the queue.
+"""OpenAI's files and batches: contents in a store, records in Redis, lines as requests of routes.
 
-`files.py` and `store.py` are the files and batches of callers. `run.py` takes a batch from status
-to status: `requests.py` reads its file, its requests and their answers.
+`files.py` and `store.py` are the files and batches of callers. `requests.py` reads the lines of a
+batch's file, and writes their answers. Beside this folder, `batch_run.py` takes a batch from status
+to status.
 """

@@ -2,10 +2,10 @@
 
     OWNER/files/ID/PART      in the store: the content of a file, in one part or in several
     files:OWNER              in Redis, a hash: the record of each file, and the sum of their bytes
-    expiring                 in Redis, a sorted set: OWNER/ID of what is to be removed, by when
 
-The store is a folder, or any URL that fsspec knows. What is written and never made known is removed
-by itself. An id of another owner is an id that is not there.
+The store is a folder, or any URL that fsspec knows. A file is known before it is written, and until
+its content is removed: what is left of an upload that was killed is its caller's to delete. An id
+of another owner is an id that is not there.
 """
 
 import hashlib
@@ -105,8 +105,7 @@ CHUNK_BYTES = 256 * 1024
 class Storage:
     """Named files in a folder, or wherever else a filesystem of fsspec keeps them.
 
-    Nobody reads a file before it is whole, as its name becomes known then. So it is written in its
-    place, and what a killed process has left of one is removed like any other file.
+    Nobody is told of a file before it is whole, so it is written in its place.
 
     All methods raise a `DatasetError` if the place cannot be reached. For use by several threads.
     """
@@ -183,12 +182,6 @@ MAX_FILES = 100_000
 #: Field with the sum of an owner's bytes, among the records of the files.
 BYTES = b"bytes"
 
-#: How long it may take to write a file, in seconds; what is not known by then is removed.
-WRITING_S = 86_400.0
-
-#: After how long what could not be removed is tried again, in seconds.
-REMOVE_AGAIN_S = 60.0
-
 
 class FileIsGone(Problem):
     """There is no such file."""
@@ -213,7 +206,6 @@ class FileStore:
     def __init__(self, store: Store, storage: Storage) -> None:
         self._store = store
         self.storage = storage
-        self._expiring_key = store.key("expiring")
 
     def upload(self, caller: Caller, filename: str, content: BinaryIO, size: int) -> FileObject:
         """Keeps an uploaded file; holds a part of it in memory at a time.
@@ -232,7 +224,7 @@ class FileStore:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
         owner = get_owner(caller)
         file = describe_file(new_id("file-"), filename, INPUT_PURPOSE, size)
-        key, member = self._key(owner), f"{owner}/{file.id}"
+        key = self._key(owner)
 
         def add(pipe: Any) -> None:
             stored, count = int(pipe.hget(key, BYTES) or 0), pipe.hlen(key)
@@ -249,22 +241,21 @@ class FileStore:
             pipe.multi()
             self.publish(pipe, owner, file)
 
-        due_s = time.time() + WRITING_S
-        self._store.call(lambda client: client.zadd(self._expiring_key, {member: due_s}))
+        self._store.call(lambda client: client.transaction(add, key))
         try:
             parts = iter(lambda: content.read(CHUNK_BYTES), b"")
             self.storage.write(f"{locate(owner, file.id)}/{WHOLE}", parts)
-            self._store.call(lambda client: client.transaction(add, key))
         except BaseException:
-            self.remove(owner, file.id)
+            with suppress(DatasetError):
+                self.storage.remove(locate(owner, file.id))
+            self._forget(owner, file.id)
             raise
         return file
 
     def publish(self, pipe: Any, owner: str, file: FileRecord) -> None:
-        """Makes a file known that was written, by commands of a pipeline."""
+        """Makes a file known, by commands of a pipeline."""
         pipe.hincrby(self._key(owner), BYTES, file.bytes)
         pipe.hset(self._key(owner), file.id, file.model_dump_json())
-        pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
 
     def get(self, owner: str, file_id: str) -> FileRecord:
         """A file.
@@ -318,8 +309,16 @@ class FileStore:
                     yield some
 
     def remove(self, owner: str, file_id: str) -> None:
-        """Removes a file, if it is there; while the store is away, its content stays due."""
-        key, member = self._key(owner), f"{owner}/{file_id}"
+        """Removes a file, if it is there.
+
+        Raises:
+            DatasetError: The store cannot be reached.
+        """
+        self.storage.remove(locate(owner, file_id))
+        self._forget(owner, file_id)
+
+    def _forget(self, owner: str, file_id: str) -> None:
+        key = self._key(owner)
 
         def forget(pipe: Any) -> None:
             record = pipe.hget(key, file_id)
@@ -327,20 +326,8 @@ class FileStore:
             if record is not None:
                 pipe.hincrby(key, BYTES, -json.loads(record)["bytes"])
                 pipe.hdel(key, file_id)
-            pipe.zadd(self._expiring_key, {member: time.time() + REMOVE_AGAIN_S})
 
         self._store.call(lambda client: client.transaction(forget, key))
-        with suppress(DatasetError):
-            self.storage.remove(locate(owner, file_id))
-            self._store.call(lambda client: client.zrem(self._expiring_key, member))
-
-    def list_expired(self) -> list[tuple[str, str]]:
-        """Owners and ids of what is to be removed by now."""
-        now_s = time.time()
-        due = self._store.call(
-            lambda client: client.zrangebyscore(self._expiring_key, "-inf", now_s, 0, PAGE)
-        )
-        return [(owner, id_) for owner, _, id_ in (each.decode().partition("/") for each in due)]
 
     def _key(self, owner: str) -> bytes:
         return self._store.key("files", owner)

@@ -3,12 +3,10 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
-from kombu.exceptions import OperationalError
 from pydantic import BaseModel, ConfigDict, Field
 
 from batchery_producer.gateway.batches.files import (
@@ -23,7 +21,7 @@ from batchery_producer.gateway.batches.files import (
 )
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import BATCH, Store
+from batchery_producer.gateway.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +137,7 @@ class ObjectPage(BaseModel, Generic[Kept]):
 
 
 class Slice(NamedTuple):
-    """Where a part of a file begins: some hundred requests, which one job sends and awaits.
+    """Where a part of a file begins: some hundred requests, whose answers are written together.
 
     Attributes:
         offset: Bytes of the file before it.
@@ -185,9 +183,7 @@ class BatchRecord(BatchObject):
         max_chars: Characters of all texts of one request.
         made_files: Ids of the output file and the error file, which nobody knows before its end.
         slices: The parts of its file.
-        ends: How those slices have ended that have; always the first ones.
-        sent: How many slices were sent, or are being sent.
-        progress_at: When something last came, in Unix seconds; 0 while jobs are being sent.
+        ends: How those slices have ended that have, by number.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -199,9 +195,7 @@ class BatchRecord(BatchObject):
     max_chars: int
     made_files: dict[str, str]
     slices: list[Slice] = []
-    ends: list[SliceState] = []
-    sent: int = 0
-    progress_at: float = 0.0
+    ends: dict[int, SliceState] = {}
 
     @property
     def is_over(self) -> bool:
@@ -213,33 +207,27 @@ class BatchRecord(BatchObject):
         """Whether its requests are to be sent and awaited: it is not cancelled, and has time."""
         return self.status is Status.IN_PROGRESS and time.time() < self.expires_at
 
-    @property
-    def last(self) -> int:
-        """How many slices are to end; of a cancelled batch, those that were sent."""
-        return self.sent if self.status is Status.CANCELLING else len(self.slices)
-
     def moved(self, status: Status, **changes: Any) -> Self:
         """The batch in another status, with other changes."""
         at = {f"{status.value}_at": getattr(self, f"{status.value}_at", None) or int(time.time())}
         return self.model_copy(update={**changes, **at, "status": status})
 
-    def advanced(self, number: int, state: SliceState, *, has_ended: bool) -> Self:
-        """The batch whose slice of this number is so far; as it is if that has ended before."""
-        if len(self.ends) != number:
-            return self
-        states = [*self.ends, state]
+    def counted(self, running: Mapping[int, SliceState]) -> Self:
+        """The batch with the figures of the slices that have ended, and of those that run."""
+        states = [*self.ends.values()]
+        states += [state for number, state in running.items() if number not in self.ends]
         completed, failed, read, written = (
             sum(getattr(each, name) for each in states)
             for name in ("completed", "failed", "input_tokens", "output_tokens")
         )
         counts = RequestCounts(total=self.request_counts.total, completed=completed, failed=failed)
         usage = BatchUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
-        changes: dict[str, Any] = {"request_counts": counts, "usage": usage}
-        if counts != self.request_counts:
-            changes["progress_at"] = time.time()
-        if has_ended:
-            changes["ends"] = states
-        return self.model_copy(update=changes)
+        return self.model_copy(update={"request_counts": counts, "usage": usage})
+
+    def advanced(self, number: int, state: SliceState) -> Self:
+        """The batch with one more slice that has ended; as it is if that had ended before."""
+        ends = {number: state, **self.ends}
+        return self.model_copy(update={"ends": ends}).counted({})
 
     def finished(self, errors: Sequence[BatchError]) -> Self:
         """The batch at its end, which has files now, if anything was written."""
@@ -248,7 +236,7 @@ class BatchRecord(BatchObject):
             return self.moved(Status.FAILED, errors=BatchErrors(data=list(errors)), **ids)
         if self.status is Status.CANCELLING:
             return self.moved(Status.CANCELLED, **ids)
-        is_late = any(each.expired for each in self.ends)
+        is_late = any(each.expired for each in self.ends.values())
         ending = Status.EXPIRED if is_late else Status.COMPLETED
         return self.moved(Status.FINALIZING).moved(ending, **ids)
 
@@ -256,7 +244,8 @@ class BatchRecord(BatchObject):
         """The files of what was written so far."""
         found = {}
         for kind, file_id in self.made_files.items():
-            sizes = {each.name: getattr(each, f"{kind}_bytes") for each in self.ends}
+            ends = [self.ends[number] for number in sorted(self.ends)]
+            sizes = {each.name: getattr(each, f"{kind}_bytes") for each in ends}
             parts = [name for name, size in sizes.items() if size]
             if parts:
                 found[kind] = describe_file(
@@ -276,22 +265,18 @@ class BatchRecord(BatchObject):
 KEPT_S = 30 * 86_400
 LONGEST_S = 2 * KEPT_S
 
-#: After so long without a sign of life, in seconds, a batch is taken up again: Redis has lost its
-#: messages.
-LIFE_S = 60.0
-
-#: How many batches are taken up at a time.
-MAX_LOST = 100
+#: After so long without a sign of life, in seconds, a batch is taken up by another worker.
+LIFE_S = 60
 
 
 class BatchStore:
     """The batches: their records in Redis.
 
     batch:ID         the record
-    running:ID       there while a process goes on with it
+    running:ID       there while a worker runs it
     batches:OWNER    ZSET: ids of an owner's batches
     open:OWNER       SET: ids of those of them that are not over
-    open             ZSET: all that are not over, by when they are taken up without a sign of life
+    open             ZSET: OWNER/ID of all that are not over, by their age
     """
 
     def __init__(self, store: Store, files: FileStore) -> None:
@@ -338,10 +323,6 @@ class BatchStore:
             **said,
         )
         self._add(record, caller.max_open_batches)
-        try:
-            self._store.send(BATCH, record.id)
-        except OperationalError as error:  # It is taken up as if the message were lost.
-            logger.warning("batch %s: waits until the broker is back: %s", record.id, error)
         return record
 
     def _add(self, record: BatchRecord, max_open: int) -> None:
@@ -359,7 +340,7 @@ class BatchStore:
             pipe.multi()
             pipe.set(self._key(record.id), record.model_dump_json())
             pipe.sadd(open_key, record.id)
-            pipe.zadd(self._open_key, {record.id: time.time() + LIFE_S})
+            pipe.zadd(self._open_key, {f"{record.owner}/{record.id}": record.created_at})
             # Ids begin with the time in microseconds.
             oldest = f"(batch_{int((time.time() - LONGEST_S) * 1e6):014x}"
             pipe.zremrangebylex(ids_key, "-", oldest)
@@ -391,7 +372,7 @@ class BatchStore:
                 logger.info("batch %s: %s", batch_id, made.status)
                 for file in made.list_files().values():
                     self._files.publish(pipe, made.owner, file)
-                pipe.zrem(self._open_key, batch_id)
+                pipe.zrem(self._open_key, f"{made.owner}/{batch_id}")
                 pipe.srem(self._store.key("open", made.owner), batch_id)
             return made
 
@@ -447,34 +428,27 @@ class BatchStore:
             raise Problem(Kind.CONFLICT, text)
         return self.get(owner, batch_id)
 
-    # Attempts
+    # Who runs them
 
-    @contextmanager
-    def attempt(self, batch_id: str) -> Iterator[bool]:
-        """An attempt to go on with a batch; says whether it is the only one."""
+    def list_open(self) -> list[tuple[str, str]]:
+        """Owners and ids of all batches that are not over, the oldest first."""
+        found = self._store.call(lambda client: client.zrange(self._open_key, 0, -1))
+        return [(owner, id_) for owner, _, id_ in (each.decode().partition("/") for each in found)]
+
+    def take(self, batch_id: str) -> bool:
+        """Takes a batch to run it; returns whether nobody else has."""
         key = self._store.key("running", batch_id)
-        is_alone = self._store.call(lambda client: client.set(key, b"", nx=True, ex=int(LIFE_S)))
-        try:
-            yield bool(is_alone)
-        finally:
-            if is_alone:
-                self._store.call(lambda client: client.delete(key))
+        return bool(self._store.call(lambda client: client.set(key, b"", nx=True, ex=LIFE_S)))
 
-    def look(self, record: BatchRecord) -> BatchRecord:
-        """A batch as it is now; shows that somebody is at work on it."""
-        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
-            pipe.zadd(self._open_key, {record.id: time.time() + LIFE_S}, xx=True)
-            pipe.get(self._key(record.id))
-            return BatchRecord.model_validate_json(pipe.execute()[1])
+    def show(self, batch_id: str, running: Mapping[int, SliceState]) -> BatchRecord:
+        """Shows how far a batch is that somebody runs; returns it as it is now."""
+        key = self._store.key("running", batch_id)
+        self._store.call(lambda client: client.expire(key, LIFE_S))
+        return self.change(batch_id, lambda now: now.counted(running))
 
-    def find_lost(self) -> list[str]:
-        """Ids of open batches that have shown no sign of life; they count as taken up."""
-        now_s = time.time()
-        with self._store.client() as client:
-            due = client.zrangebyscore(self._open_key, "-inf", now_s, 0, MAX_LOST)
-            if due:
-                client.zadd(self._open_key, dict.fromkeys(due, now_s + LIFE_S), xx=True)
-        return [each.decode() for each in due]
+    def leave(self, batch_id: str) -> None:
+        """Leaves a batch to others."""
+        self._store.call(lambda client: client.delete(self._store.key("running", batch_id)))
 
     def _key(self, batch_id: str) -> bytes:
         return self._store.key("batch", batch_id)

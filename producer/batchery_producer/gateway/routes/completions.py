@@ -20,10 +20,10 @@ from batchery_producer.gateway.answers import (
     off_loop,
     write_event,
 )
-from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import (
     check_all,
+    check_ids,
     choose_task,
     read_timeout_s,
     run_outcomes,
@@ -83,8 +83,7 @@ async def complete_chat(request: Request, body: ChatRequest) -> Response:
 async def complete_text(request: Request, body: CompletionRequest) -> Response:
     """How a text goes on, or each of several."""
     model = get_gateway(request).models.find(body.model, KINDS)
-    if has_ids(body.prompt) and not model.is_own_name(body.model):
-        raise Problem(Kind.INVALID, ALIAS_IDS.format("prompt", body.model), param="prompt")
+    check_ids(model, body.model, "prompt", body.prompt)
     return await _complete(request, model, body, TEXT_URL)
 
 

@@ -1,18 +1,15 @@
 """OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     WithJsonSchema,
 )
 from pydantic.fields import FieldInfo
@@ -27,17 +24,17 @@ from batchery_producer.gateway.batches.files import (
     FileObject,
     get_owner,
 )
-from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import Inputs, JsonRoute
 from batchery_producer.gateway.inference import (
     build_keywords,
+    check_ids,
     choose_prompt,
     embed_items,
     read_items,
 )
 from batchery_producer.gateway.models import Numbers, ServedModel, numbers
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import Kind, Problem, validate
 from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved
@@ -52,6 +49,9 @@ def also_named(name: str, other: str) -> FieldInfo:
     """What a field is called by OpenAI, or here, and by another vendor."""
     found: FieldInfo = Field(validation_alias=AliasChoices(name, other))
     return found
+
+
+EMBEDDINGS_URL = "/v1/embeddings"
 
 
 class EmbeddingsRequest(RequestBody):
@@ -113,12 +113,11 @@ class EmbeddingsResponse(TypedDict):
     usage: Usage
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingsResponse)
+@router.post(EMBEDDINGS_URL, response_model=EmbeddingsResponse)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector for each input."""
     model = get_gateway(request).models.find(body.model, ("embedding",))
-    if has_ids(body.input) and not model.is_own_name(body.model):
-        raise Problem(Kind.INVALID, ALIAS_IDS.format("input", body.model), param="input")
+    check_ids(model, body.model, "input", body.input)
     as_text = body.encoding_format == "base64"
     items = read_items(request, "input", body.input)
     keywords = build_keywords(model, body.truncate, normalize=body.normalize)
@@ -209,13 +208,10 @@ UPLOAD_SCHEMA = {"multipart/form-data": {"schema": Upload.model_json_schema()}}
 async def upload_file(request: Request) -> FileObject:
     """Keeps a file of requests, for a batch."""
     gateway = get_gateway(request)
-    check_origin(request, gateway.settings.gateway.cors_origins)
+    check_origin(request)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
     async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES) as form:
-        try:
-            upload = Upload.model_validate(dict(form))
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
+        upload = validate(Upload, dict(form))
         name, size = upload.file.filename or "", upload.file.size or 0
         return await run_in_threadpool(
             gateway.files.upload, request.state.caller, name, upload.file.file, size
@@ -270,20 +266,15 @@ def delete_file(request: Request, file_id: str) -> FileDeleted:
     return FileDeleted(id=file_id)
 
 
-def check_origin(request: Request, allowed: Sequence[str]) -> None:
+def check_origin(request: Request) -> None:
     """Keeps web pages out that send a form: a browser does not ask us first, as for JSON.
 
     Raises:
-        Problem: It comes from a page of another origin, which is not allowed to call.
+        Problem: It comes from a page of another origin.
     """
     origin = request.headers.get("origin")
-    if origin is None or origin in allowed or "*" in allowed:
-        return
-    if origin.partition("://")[2] != request.headers.get("host"):
-        raise Problem(
-            Kind.FORBIDDEN,
-            f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
-        )
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise Problem(Kind.FORBIDDEN, f"pages of {origin!r:.100} may not send files")
 
 
 # Batches

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -236,7 +236,7 @@ async def _find(request: Request, task_id: str) -> TaskRecord:
 
 async def _revoke(request: Request, record: TaskRecord) -> None:
     gateway = get_gateway(request)
-    await gateway.task_records.revoke(record)
+    await gateway.task_records.add(replace(record, revoked=True))
     control: Any = gateway.app.control
     try:
         await asyncio.to_thread(control.revoke, record.id)

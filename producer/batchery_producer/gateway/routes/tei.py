@@ -1,15 +1,13 @@
 """Routes of Text Embeddings Inference (TEI), and of Hugging Face's inference API."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from fastapi import APIRouter, Body, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -17,7 +15,6 @@ from batchery_producer.gateway.answers import best_first, json_list, json_respon
 from batchery_producer.gateway.bodies import Inputs, JsonRoute, ModelName
 from batchery_producer.gateway.inference import (
     build_keywords,
-    check_growth,
     count_chars,
     embed_items,
     read_items,
@@ -25,12 +22,10 @@ from batchery_producer.gateway.inference import (
 )
 from batchery_producer.gateway.models import (
     LEAST_NORM,
-    UNKNOWN,
-    ModelInfo,
     ServedModel,
     numbers,
 )
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import Kind, Problem, validate
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
@@ -84,6 +79,11 @@ class PromptRequest(TextRequest):
 
 #: More numbers are written in a thread, which takes milliseconds.
 INLINE_NUMBERS = 50_000
+
+
+#: Maximum characters or token ids of a request for vectors of tokens: each takes a thousand times
+#: as many bytes, here and in Redis.
+MAX_GROWING_CHARS = 100_000
 
 
 class InputsRequest(PromptRequest):
@@ -157,7 +157,12 @@ async def embed_all(request: Request, body: InputsRequest, model: ModelName = No
     """One vector for each token of each text."""
     served = get_gateway(request).models.find(body.model or model, ("multi_vector_embedding",))
     items = read_items(request, "inputs", body.inputs)
-    check_growth(count_chars(items))
+    if (chars := count_chars(items)) > MAX_GROWING_CHARS:
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"{chars} characters or token ids are more than {MAX_GROWING_CHARS} of a request whose"
+            " answer is many times as large; send several requests",
+        )
     keywords = {**body.keywords(served), "encoding": "base64"}
     results = await run_items(request, served, items, keywords)
     count = sum(result["tokens"] * result["dimensions"] for result in results)
@@ -458,22 +463,17 @@ async def root(
         form, run = SimilarityRequest, similarity
     elif served.kind == "classification" and "parameters" in body:
         form, run = PipelineRequest, pipeline
-    try:
-        payload = form.model_validate(body)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error
-    return await run(request, payload, served.name)
+    return await run(request, validate(form, body), served.name)
 
 
-def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, dict[str, Any]]:
+def _describe_type(model: ServedModel) -> dict[str, dict[str, Any]]:
     if "embedding" in model.kind:
         pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
         return {"embedding": {"pooling": pooling.get(model.kind, "none")}}
-    labels: dict[str, Any] = {
-        "id2label": {str(number): name for number, name in info.labels.items()},
-        "label2id": {name: number for number, name in info.labels.items()},
+    # Only workers know the names.
+    return {
+        "reranker" if model.kind == "rerank" else "classifier": {"id2label": {}, "label2id": {}}
     }
-    return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
 
 
 @router.get("/info")
@@ -481,18 +481,16 @@ async def info(request: Request, model: ModelName = None) -> dict[str, Any]:
     """The first model, or the named one, and the limits of requests, in TEI's words."""
     gateway, caller = get_gateway(request), request.state.caller
     served, settings = gateway.models.find(model, HANDLERS), gateway.settings
-    own, known = served.settings, UNKNOWN
-    with suppress(Problem):  # Only a worker may have its files.
-        known = await gateway.infos.find(served)
+    own = served.settings
     return {
         # Where its folder lies is nobody's business.
         "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
         "model_sha": own.revision,
         "model_dtype": DTYPES.get(own.dtype, own.dtype),
         "served_model_name": served.name,
-        "model_type": _describe_type(served, known),
+        "model_type": _describe_type(served),
         "max_concurrent_requests": caller.max_concurrency,
-        "max_input_length": own.max_length or known.max_tokens or 0,
+        "max_input_length": own.max_length or 0,
         "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
         "max_batch_requests": own.max_batch_size or settings.max_batch_size,
         "max_client_batch_size": caller.max_items,

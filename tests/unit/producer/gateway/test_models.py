@@ -8,12 +8,10 @@ import pytest
 
 from batchery.settings import ModelSettings
 from batchery_producer.gateway.models import (
-    UNKNOWN,
-    ModelInfo,
     ServedModel,
     numbers,
     read_file,
-    read_info,
+    read_prompts,
     shorten,
 )
 from batchery_producer.gateway.problems import Problem
@@ -30,18 +28,12 @@ def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None
         read_file(served(tmp_path), "config.json")
 
 
-def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
-    assert read_info(served(tmp_path)) == UNKNOWN
-    (tmp_path / "config.json").write_text(
-        '{"max_position_embeddings": 512, "id2label": {"0": "no", "1": "yes"}}'
-    )
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
-    assert read_info(served(tmp_path)) == ModelInfo({0: "no", 1: "yes"}, 512)
-    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+def test_prompts_of_files_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: "}}')
     # The library reads that one only beside this one.
-    assert read_info(served(tmp_path)).max_tokens == 512
+    assert read_prompts(served(tmp_path)) == {}
     (tmp_path / "modules.json").write_text('[{"path": ""}]')
-    assert read_info(served(tmp_path)).max_tokens == 256
+    assert read_prompts(served(tmp_path)) == {"query": "q: "}
 
 
 def spelled(*values: float) -> str:

@@ -8,12 +8,13 @@ import orjson
 import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
+from fastapi.exceptions import RequestValidationError
 from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError
 
 from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem, ServerBusy
 from batchery.settings import Settings
-from batchery_producer.gateway.app import invalid, make_app
+from batchery_producer.gateway.app import make_app
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
 
 CAUSES = {
@@ -103,9 +104,12 @@ def test_lost_redis_is_not_logged_for_each_request(caplog: pytest.LogCaptureFixt
 
 
 def test_a_body_that_is_missing_is_said_to_be_empty() -> None:
-    missing = {"msg": "Field required", "type": "missing"}
-    assert "the body is empty" in str(invalid({**missing, "loc": ("body",)}))
-    assert "input: Field required" in str(invalid({**missing, "loc": ("body", "input")}))
+    def tell(*loc: str) -> str:
+        missing = {"msg": "Field required", "type": "missing", "loc": loc}
+        return str(build_problem(RequestValidationError([missing])))
+
+    assert "the body is empty" in tell("body")
+    assert "input: Field required" in tell("body", "input")
 
 
 def test_failure_of_the_gateway_itself_has_a_name_and_tells_nothing() -> None:

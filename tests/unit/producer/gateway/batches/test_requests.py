@@ -1,27 +1,21 @@
-"""Files of requests: what they must be, what a body may ask for, and the lines of the answers."""
+"""Files of requests: what they must be, and the lines of the answers."""
 
-import base64
 import json
-import struct
 from io import BytesIO
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
-from batchery.errors import InvalidItem
-from batchery_producer.answers import Answer
 from batchery_producer.gateway.batches import requests
 from batchery_producer.gateway.batches.requests import (
     MAX_ERRORS,
     FileFacts,
-    Request,
+    Line,
     read_file,
-    read_items,
     write_line,
 )
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.routes.openai import EmbeddingsRequest
 
 ENDPOINT = "/v1/embeddings"
 
@@ -115,136 +109,22 @@ def test_line_of_15_mb_is_read_only_where_it_has_few_values() -> None:
     assert [(each.line, each.code) for each in found.errors] == [(2, "too_large")]
 
 
-def read(given: Any, *, is_own_name: bool = True, **body: Any) -> list[Any]:
-    body = {"model": "embed", "input": given, **body}
-    return read_items(ENDPOINT, body, is_own_name=is_own_name)
-
-
-def test_items_of_an_input_are_texts_or_token_ids() -> None:
-    assert read("one") == read(["one"]) == ["one"]
-    assert read(["a", "b"], user="somebody") == ["a", "b"]
-    assert read([7, 8]) == [[7, 8]]
-    assert read([[7], [8, 9]]) == [[7], [8, 9]]
-
-
-@pytest.mark.parametrize(
-    ("given", "body", "why"),
-    [
-        ("a", {"encoding_format": "hex"}, "encoding_format: "),
-        ([], {}, "input: expected a text or token ids, or a list of 1 to 10,000 of them"),
-        ([1, "a"], {}, "input: expected"),
-        ([1, -2], {}, "input: expected"),
-        ([[1], []], {}, "input: expected"),
-        (["a"] * 10_001, {}, "input: expected"),
-        ("a", {"dimensions": 0}, "dimensions: "),
-        ("a", {"dimensions": "8"}, "dimensions: "),
-        ("a", {"dimensions": True}, "dimensions: "),
-        ([7, 8], {"is_own_name": False}, "'embed' is an alias"),
-        ([[7]], {"is_own_name": False}, "'embed' is an alias"),
-        *(
-            ("a", {name: 8}, f"^{name}: ")
-            for name in EmbeddingsRequest.model_fields
-            if name not in ("input", "model", "user", "encoding_format", "dimensions")
-        ),
-    ],
-)
-def test_body_that_cannot_be_served_says_why(given: Any, body: Any, why: str) -> None:
-    with pytest.raises(InvalidItem, match=why):
-        read(given, **body)
-
-
 # Lines of the files that a batch writes
 
 
-def packed(*vector: float) -> str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+def write(answer: Response | None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(write_line(Line("batch_1-7", "mine", {}, 10, answer)))
+    assert (found["id"], found["custom_id"]) == ("batch_req_1-7", "mine")
+    return found
 
 
-def write(*answers: Any, endpoint: str = ENDPOINT, **asked: Any) -> tuple[bool, Any]:
-    """Whether the line of a request is an error, and its response; an answer for each item."""
-    asked = {"encoding_format": None, "dimensions": None, **asked}
-    request = Request("batch_1-7", "mine", asked, {"job": ["item"] * len(answers)})
-    request.answers["job"] = Answer(list(answers))
-    record: Any = SimpleNamespace(model="embed", endpoint=endpoint)
-    content, usage = write_line(record, request)
-    line = json.loads(content)
-    assert (line["id"], line["custom_id"], line["error"]) == ("batch_req_1-7", "mine", None)
-    assert line["response"]["request_id"] == "batch_1-7"
-    assert (usage is None) == (line["response"]["status_code"] != 200)
-    return usage is None, line["response"]["body"]
-
-
-def vector(*values: float) -> Any:
-    return {"ok": {"vector": packed(*values), "tokens": 2}}
-
-
-def test_vectors_are_written_in_openai_s_form() -> None:
-    assert write(vector(0.5, -1.0), vector(2.0, 1.0)) == (
-        False,
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]},
-                {"object": "embedding", "index": 1, "embedding": [2.0, 1.0]},
-            ],
-            "model": "embed",
-            "usage": {"prompt_tokens": 4, "total_tokens": 4},
-        },
-    )
-
-
-@pytest.mark.parametrize(
-    ("values", "asked", "written"),
-    [
-        ([0.5, 2.0], {"encoding_format": "base64"}, packed(0.5, 2.0)),
-        ([0.5, 2.0], {"encoding_format": "float"}, [0.5, 2.0]),
-        # Of length 1 if the whole vector is.
-        ([0.6, 0.0, 0.8], {"dimensions": 2}, [1.0, 0.0]),
-        ([3.0, 4.0, 9.0], {"dimensions": 2}, [3.0, 4.0]),
-    ],
-)
-def test_vector_has_the_form_that_its_request_asks_for(
-    values: list[float], asked: Any, written: Any
-) -> None:
-    assert write(vector(*values), **asked)[1]["data"][0]["embedding"] == written
-
-
-def failed(type_: str, text: str) -> Any:
-    return {"error": {"type": type_, "message": text}}
-
-
-@pytest.mark.parametrize(
-    ("answers", "asked", "kind", "code", "text"),
-    [
-        ([vector(1.0, 0.0)], {"dimensions": 3}, "invalid_request_error", "InvalidItem", "have 2"),
-        ([failed("InvalidItem", "odd")], {}, "invalid_request_error", "InvalidItem", "odd"),
-        ([failed("OutOfMemory", "no room")], {}, "server_error", "OutOfMemory", "no room"),
-        (
-            [vector(1.0), failed("PromptTooLong", "long")],
-            {},
-            "invalid_request_error",
-            "context_length_exceeded",
-            "item 1: long",
-        ),
-        *(
-            ([{"ok": result}], {"endpoint": endpoint}, "server_error", "WrongResult", "'embed'")
-            for result in (None, "a text", {"label": 1}, {"vector": [1.0], "tokens": 1})
-            for endpoint in (ENDPOINT, "/v1/chat/completions")
-        ),
-    ],
-)
-def test_failure_is_written_in_openai_s_form(
-    answers: Any, asked: Any, kind: str, code: str, text: str
-) -> None:
-    is_error, body = write(*answers, **asked)
-    told = body["error"]
-    assert (is_error, told["type"], told["param"], told["code"]) == (True, kind, None, code)
-    assert text in told["message"]
+@pytest.mark.parametrize("status", [200, 413])
+def test_line_has_the_answer_of_its_route(status: int) -> None:
+    found = write(Response(b'{"usage": {}}', status))
+    told = {"status_code": status, "request_id": "batch_1-7", "body": {"usage": {}}}
+    assert (found["response"], found["error"]) == (told, None)
 
 
 def test_request_that_had_no_time_has_no_response() -> None:
-    record: Any = SimpleNamespace(model="embed", endpoint=ENDPOINT)
-    content, usage = write_line(record, Request("batch_1-7", "mine", {}, {"job": ["item"]}))
-    line = json.loads(content)
-    assert (usage, line["response"]) == (None, None)
-    assert line["error"]["code"] == "batch_expired"
+    found = write(None)
+    assert (found["response"], found["error"]["code"]) == (None, "batch_expired")
