@@ -189,9 +189,11 @@ class Device:
         # A function, so that an idle device holds no batch, and with it a model that made room.
         self._look_ahead()
         batch = self._ahead.popleft() if self._ahead else self.feed.take()
-        if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
-            # Those that Redis has stored by now are not settled after so long.
+        is_long = self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS
+        if is_long or batch.work.is_timed:
+            # The batch before it is not settled after so long; nor is its time counted before that.
             self._answerer.answer_sent()
+        if is_long:
             self.feed.read_ahead()
         self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = batch.forward_ms

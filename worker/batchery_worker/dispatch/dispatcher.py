@@ -47,7 +47,8 @@ MAX_HELD_UP_S = 1.0
 #: found with it that come next.
 LATE_GRAIN_S = 0.005
 
-#: Maximum number of batches that were computed and are not settled, before another one is begun.
+#: Maximum number of batches that were computed and are not settled, before another one is begun; of
+#: jobs in slots, as many as there are slots.
 MAX_UNSETTLED = 2
 
 #: Why a device cannot run a job that came by another queue than that of its task.
@@ -283,7 +284,10 @@ class Dispatcher:
         """What the device gets now: a batch, or an order for one that it has; None for nothing."""
         if self._cancels:
             return self._cancels.popleft()
-        if self._is_over or not self._scheduler.holds_any or self._unsettled > MAX_UNSETTLED:
+        if self._is_over or not self._scheduler.holds_any:
+            return None
+        if self._unsettled > max(MAX_UNSETTLED, self.held.slots):
+            # Redis is away, or slow: results would pile up.
             return None
         if self._scheduler.has_suspects and (self._unsettled or self._settlement.pending):
             # A suspect may end this process: what has failed before must not come again by that.
