@@ -35,6 +35,9 @@ if tonumber(ARGV[1]) > tonumber(redis.call('GET', KEYS[1]) or -1) then
 end
 """
 
+#: Time of jobs with a countdown, in seconds: no device holds them meanwhile.
+LATER_S = 6.0
+
 #: Batch tasks have queues of their own, as with `delay`.
 ROUTES = {name: {"queue": name} for name in BATCH_TASKS}
 
@@ -154,6 +157,8 @@ class Outbox:
         match order.kind:
             case Kind.PLAIN:
                 return step.clone((items[0],))
+            case Kind.LATER:
+                return step.clone((items[0],), countdown=LATER_S)
             case Kind.ORDINARY:
                 return ordinary.clone((items[0],))
             case Kind.MULTI_ITEM:

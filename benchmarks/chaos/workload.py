@@ -21,6 +21,7 @@ class Kind(StrEnum):
     """How a job is sent."""
 
     PLAIN = "plain"
+    LATER = "plain, with a countdown"
     ORDINARY = "ordinary"
     MULTI_ITEM = "multi-item"
     CHAIN = "chain"
@@ -30,7 +31,8 @@ class Kind(StrEnum):
 
 #: Of 100 jobs, so many are of each kind.
 SHARES = {
-    Kind.PLAIN: 60,
+    Kind.PLAIN: 54,
+    Kind.LATER: 6,
     Kind.ORDINARY: 16,
     Kind.MULTI_ITEM: 8,
     Kind.CHAIN: 6,
@@ -56,7 +58,7 @@ class Order:
         """The result of its last task."""
         first = self.items[0]
         match self.kind:
-            case Kind.PLAIN | Kind.ORDINARY:
+            case Kind.PLAIN | Kind.LATER | Kind.ORDINARY:
                 return advance(first)
             case Kind.MULTI_ITEM:
                 return [{"ok": advance(item)} for item in self.items]
