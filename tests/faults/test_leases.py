@@ -205,11 +205,12 @@ def has_executed(book: Path, times: int) -> bool:
 def test_a_warm_shutdown_gives_back_at_once_and_in_order(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
 ) -> None:
-    worker = start_worker("apps.leases", "-c", "1")
-    send(redis_url, "batch", [0, 1], countdown=3600, book=book)
-    wait_for(lambda: held(bare) == 2, "it holds jobs that wait")
     jobs = send(redis_url, "batch", [2], book=book, gate=gate)
+    send(redis_url, "batch", [0, 1], book=book, gate=gate)
+    # What came together does not run together, and waits on the device.
+    worker = start_worker("apps.leases", "-c", "1", env={"RATE": "1/s"})
     wait_for(lambda: executions(book) == ["2"], "a job runs")
+    wait_for(lambda: held(bare) == 3, "it holds jobs that wait")
     send(redis_url, "batch", [3, 4, 5, 6], book=book)
     worker.process.send_signal(signal.SIGTERM)
     wait_for(lambda: "Warm shutdown" in worker.log, "it ends")
