@@ -199,6 +199,32 @@ def test_job_taken_over_by_another_worker_is_dropped(
     assert not (tmp_path / "linked").exists()
 
 
+def test_a_job_is_settled_although_the_batch_behind_it_runs_for_long(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    # Both tasks are short so far: the device does not wait for Redis between two of their batches.
+    for number in range(3):
+        (tmp_path / f"{number}.go").touch()
+        commits.wait_at.delay(str(tmp_path / str(number))).get(timeout=TIMEOUT_S)
+        commits.shout.delay("warm").get(timeout=TIMEOUT_S)
+    with Events(commits.app) as events:
+        with one_batch(worker):
+            own: Any = {"queue": commits.shout.name}
+            quick = commits.shout.apply_async(("quick",), priority=0, **own)
+            # A whole batch: for less the device would look for more first.
+            paths = [str(tmp_path / "long")] * 64
+            long = [commits.wait_at.apply_async((path,), priority=9, **own) for path in paths]
+        wait_for((tmp_path / "long").exists, "the long one runs")
+        assert quick.get(timeout=TIMEOUT_S) == "QUICK of 1"
+        assert "task-succeeded" in events.of(quick.id)
+        assert quick.id not in leases(redis)
+        active = {each["id"] for each in worker.inspect(commits.app, "active")}
+        assert active == {job.id for job in long}
+        (tmp_path / "long.go").touch()
+        for job in long:
+            job.get(timeout=TIMEOUT_S)
+
+
 def test_a_job_that_was_committed_before_its_device_died_does_not_run_again(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:
