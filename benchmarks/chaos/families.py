@@ -2,8 +2,12 @@
 
 from fnmatch import fnmatchcase
 
-#: Of a queue: its lists, for each priority and for its tenants; and of jobs of the other kind.
-QUEUES = ("{0}", "{0}[^!-~][^!-~]*", "{0}~batches", "{0}~ordinary")
+#: Of a queue: its lists, for each priority and for its tenants; jobs of the other kind, and those
+#: whose time has not come.
+QUEUES = (
+    *("{0}", "{0}[^!-~][^!-~]*", "{0}~batches", "{0}~ordinary"),
+    *("{0}~later", "{0}~batches~later"),
+)
 
 #: All others. The first one that fits a key counts.
 PATTERNS = (
