@@ -64,7 +64,7 @@ class Answerer:
         self._committing = 0
         #: Answers the batch whose results were sent; None if there is none. For who has the lock.
         self._finish_sent: Callable[[], None] | None = None
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
 
     def hand_over(self, batch: DeviceBatch, *, at_once: bool) -> None:
         """Takes a batch that was computed.
@@ -77,7 +77,7 @@ class Answerer:
             # Its time must not count while it waits for Redis, or behind one that does.
             self._tell(ResultsWait(batch.work.id))
         with self._sending:
-            self._answer_sent()
+            self.answer_sent()
             if at_once and self._given == self._answered:
                 self._finish_sent = self._send(batch)
             else:
@@ -87,12 +87,9 @@ class Answerer:
     def answer_sent(self) -> bool:
         """Answers the batch whose results were sent; whether there was one. From any thread."""
         with self._sending:
-            return self._answer_sent()
-
-    def _answer_sent(self) -> bool:
-        finish, self._finish_sent = self._finish_sent, None
-        if finish is not None:
-            finish()
+            finish, self._finish_sent = self._finish_sent, None
+            if finish is not None:
+                finish()
         return finish is not None
 
     def run(self) -> None:

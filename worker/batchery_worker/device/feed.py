@@ -25,7 +25,7 @@ from kombu.serialization import prepare_accept_content
 from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery.transport.codec import read_json, reads_kombus_json
-from batchery.transport.lease_store import LeaseStore
+from batchery.transport.lease_store import RETURN_AHEAD_S, LeaseStore
 from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.handed_source import HandedSource
@@ -54,8 +54,9 @@ MAX_EVENTS = 1000
 #: for jobs whose time has come.
 DESCRIBE_S = 1.0
 
-#: For how long a device holds a job until its time, in seconds; others wait in Redis.
-MAX_EARLY_S = 3.0
+#: For how long a device holds a job until its time, in seconds; others wait in Redis. They are put
+#: back with so much time left that a device that looks as seldom as this holds them in time.
+MAX_EARLY_S = RETURN_AHEAD_S + DESCRIBE_S
 
 
 class Turns:
