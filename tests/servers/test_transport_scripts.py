@@ -170,6 +170,27 @@ def test_messages_wait_beside_their_queue_and_return_in_the_order_of_their_times
     assert there.client.zrange(KEYS.later("a"), 0, -1) == [b"a\0late"]
 
 
+def test_keys_of_another_type_lose_no_message_that_waits_for_its_time(there: Redis) -> None:
+    push(there.client, "a", "1")
+    push(there.client, "b", "2", "3")
+    there.fetch("a", "b")
+    there.client.set(KEYS.later("a"), "of another type")
+    there.postpone(0.5, 1)
+    assert there.leases() == {"1": "a\x001", "2": "b\x002", "3": "b\x003"}
+    there.client.delete(KEYS.later("a"))
+    there.postpone(0.5, 1, 2, 3)
+    there.client.set("b", "of another type")
+    there.client.zadd(KEYS.later("a"), {"no message": 0})
+    there.return_due()
+    assert there.queue("a") == ["1"]
+    waiting = there.client.zrange(KEYS.later("a"), 0, -1)
+    assert waiting == [b"b\x002", b"b\x003"]
+    there.client.delete("b")
+    there.return_due(ahead_s=90.0)
+    assert there.queue("b") == ["2", "3"]
+    assert not there.client.exists(KEYS.later("a"))
+
+
 def fill(client: Any) -> None:
     """Leaves Redis no room for anything."""
     client.config_set("maxmemory-policy", "noeviction")

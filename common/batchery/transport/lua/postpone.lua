@@ -6,7 +6,8 @@
 --                 is due; `celery purge` and queue_delete remove it.
 -- ARGV      for each token: the token, and seconds until its time comes
 --
--- HDEL first: at maxmemory a script may write once it has deleted something.
+-- HDEL first: at maxmemory a script may write once it has deleted something. Where a key is of another
+-- type, the message stays leased: pcall.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1e6
 for i = 2, #KEYS do
@@ -14,7 +15,10 @@ for i = 2, #KEYS do
   local value = redis.call('HGET', KEYS[1], token)
   if value then
     redis.call('HDEL', KEYS[1], token)
-    redis.call('ZADD', KEYS[i], now + delay, value)
+    local added = redis.pcall('ZADD', KEYS[i], now + delay, value)
+    if type(added) == 'table' then
+      redis.call('HSET', KEYS[1], token, value)
+    end
   end
 end
 return 1
