@@ -204,7 +204,7 @@ def test_jobs_are_revoked_by_their_stamps_while_they_wait(worker: Worker, busy: 
         revoked.get(timeout=TIMEOUT_S)
 
 
-def test_inspect_knows_where_every_job_is(worker: Worker, busy: Busy) -> None:
+def test_inspect_knows_where_every_job_is(worker: Worker, busy: Busy, redis_url: str) -> None:
     def is_known(job: Any, state: str) -> bool:
         asked: Any = more.app.control.inspect([worker.name], timeout=TIMEOUT_S).query_task(job.id)
         found = asked[worker.name].get(job.id)
@@ -226,6 +226,14 @@ def test_inspect_knows_where_every_job_is(worker: Worker, busy: Busy) -> None:
     more.app.control.revoke(scheduled.id, reply=True, timeout=TIMEOUT_S, limit=1)
     assert is_planned()
     assert scheduled.id in worker.inspect(more.app, "revoked")
+    with open_redis(redis_url) as redis:
+        # An entry that can be read, and is no job, hides none of the others.
+        told = {"delivery_tag": "odd", "delivery_info": {}}
+        odd = json.dumps({"body": "", "properties": told, "headers": {"task": more.echo.name}})
+        later = f"{more.echo.name}~later"
+        redis.zadd(later, {f"{more.echo.name}\0{odd}": time.time() + 600})
+        assert is_planned()
+        redis.zpopmax(later)
     more.pair.delay("the second")
     assert reserved.get(timeout=TIMEOUT_S) == "waits"
 
