@@ -66,7 +66,7 @@ def make_app(
     @app.task(shared=False, name=ORDINARY)
     def ordinary(item: Item) -> Item:
         book.executed([item])
-        time.sleep(batch_s / BATCH)
+        time.sleep(batch_s)
         return advance(item)
 
     @app.task(shared=False, base=BatchTask, name=TOTAL, max_batch_size=BATCH)

@@ -58,8 +58,11 @@ REFUSED = replace(QUIET, ordinary=0, jobs=200, seed=2, kills=1, fills=1, failove
 def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
     tmp_path: Path,
 ) -> None:
-    # Its jobs come back after the visibility timeout, an hour: long after the run.
-    plan = replace(QUIET, jobs=150, transport="stock", kills=1, workers=1, patience_s=2)
+    # Ordinary jobs come back after the visibility timeout, an hour: long after the run. They are
+    # so many that the worker has some whenever it is killed.
+    plan = replace(
+        QUIET, jobs=150, ordinary=30, transport="stock", kills=1, workers=1, patience_s=2
+    )
     verdict = run(plan, tmp_path)
     assert verdict.faults == {"kill worker": 1, "scale": 1}
     assert verdict.submitted == 150
