@@ -30,8 +30,11 @@ DECIDED_BY_FILE = {
     "forward": (("auto", "padded"), "it cannot be packed"),
 }
 
-#: Where a model is: options that its task has, too.
-PLACE_OPTIONS = ("devices", "replicas", "pinned")
+#: Engine and kind of models that may have feeders.
+FED = ("transformers", "embedding")
+
+#: Where a model is, and in which processes: options that its task has, too.
+PLACE_OPTIONS = ("devices", "replicas", "pinned", "feeders")
 
 #: Settings of a model that are options of its task, by the same name: limits of its batches, and
 #: how long their results are kept.
@@ -156,6 +159,13 @@ class ModelSettings(BaseModel):
     pinned: bool = Field(
         False, description="Whether it stays loaded, whatever else needs the memory."
     )
+    feeders: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Embedding: processes that take and tokenize its jobs for each device; 0 for"
+        " that of the device itself.",
+    )
     split: Literal["layers", "pipeline"] = Field(
         "layers",
         description="On a device such as `cuda:0+cuda:1`, each part of which has some layers:"
@@ -187,4 +197,8 @@ class ModelSettings(BaseModel):
         for name, (values, hint) in DECIDED_BY_FILE.items() if engine == "onnx" else ():
             if info.data.get(name, values[0]) not in values:
                 raise ValueError(f"it takes {name} = {' or '.join(values)} alone: {hint}")
+        if info.data.get("feeders") and (engine, info.data.get("kind")) != FED:
+            raise ValueError(
+                "feeders are for kind = 'embedding' and no other engine; set them to 0"
+            )
         return engine

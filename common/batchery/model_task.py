@@ -41,6 +41,8 @@ class ModelTask(BatchTask):
     replicas: int | None = None
     #: Whether it stays loaded, whatever else needs the memory of its devices.
     pinned: bool = False
+    #: How many processes take its jobs for each device; 0 for that of the device itself.
+    feeders: int = 0
 
     #: The class, or its import path: a producer does not need the model's code.
     model: type[Model] | str
@@ -73,6 +75,11 @@ class ModelTask(BatchTask):
                     raise
         outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
         return outcomes
+
+    @property
+    def has_own_process(self) -> bool:
+        """Also a model with feeders has one."""
+        return bool(self.feeders) or super().has_own_process
 
     @property
     def own_queue(self) -> str | None:

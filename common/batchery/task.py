@@ -221,6 +221,11 @@ class BatchTask(_Task):
         return options if own is None else {**options, "queue": own}
 
     @property
+    def has_own_process(self) -> bool:
+        """Whether its jobs go to device processes that serve nothing else."""
+        return bool(self.slots)
+
+    @property
     def own_queue(self) -> str | None:
         """The queue that is named like it, which it has without a route; None if it has one."""
         options = super()._get_exec_options()  # type: ignore[misc]

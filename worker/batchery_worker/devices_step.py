@@ -7,9 +7,11 @@ are put together with those of the worker.
 """
 
 import logging
+import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,7 @@ from batchery_worker.device_pool.process import DeviceProcess, StartProcess, sta
 from batchery_worker.device_pool.reload import Reloads
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.handing import HandedJobs
+from batchery_worker.ipc.messages import Setup
 from batchery_worker.queue_plan import QueuePlan
 
 _Step: Any = bootsteps.StartStopStep
@@ -38,6 +41,9 @@ logger = logging.getLogger("batchery.worker")
 
 #: A device on a thread; an import path, because the code of devices imports torch.
 DEVICE_THREAD = "batchery_worker.device.thread:DeviceThread"
+
+#: What the process of a card with feeders runs.
+CARD_PROCESS = "batchery_worker.feeders.card_process"
 
 #: Commands whose answers are lists of jobs; those of devices are added.
 LISTS = ("active", "reserved", "scheduled")
@@ -94,7 +100,7 @@ class DevicesStep(_Step):  # type: ignore[misc]
         start: StartProcess = start_process
         if plan.in_process:
             start = partial(symbol_by_name(DEVICE_THREAD), app)
-        devices = [DeviceProcess(each.with_queues(plan.sizes), start) for each in setups]
+        devices = make_devices([each.with_queues(plan.sizes) for each in setups], start)
         make_holding: Any = HandedJobs if plan.jobs.is_handed else partial(HolderBeats, app)
         self.fleet = parent.fleet = Fleet(settings, devices, make_holding, _on_lost)
         parent.reloads = Reloads(self.fleet)
@@ -134,6 +140,26 @@ class DevicesStep(_Step):  # type: ignore[misc]
         figures = self.fleet.figures()
         total = Counter(worker_state.total_count) + Counter(figures.pop("total"))
         return {"pool": {**pool, **figures}, "total": total}
+
+
+def make_devices(setups: Sequence[Setup], start: StartProcess) -> list[DeviceProcess]:
+    """The devices of these setups; a card comes before its feeders, which are told where it is."""
+    devices: list[DeviceProcess] = []
+    card, address = None, b""
+    for setup in setups:
+        if setup.computes is not None:
+            listening = socket.socket(socket.AF_UNIX)
+            # Of a name that is free, and no file's.
+            listening.bind("")
+            listening.listen()
+            address = listening.getsockname()
+            begin = partial(start_process, module=CARD_PROCESS, listening=listening)
+            devices.append(card := DeviceProcess(setup, begin))
+        elif setup.feeder:
+            devices.append(DeviceProcess(replace(setup, address=address), start, card=card))
+        else:
+            devices.append(DeviceProcess(setup, start))
+    return devices
 
 
 class RefusalsStep(_Step):  # type: ignore[misc]

@@ -143,7 +143,7 @@ def _plan_leases(plan: QueuePlan, settings: Settings) -> None:
     plan.batch = dict(batch)
     sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in plan.tasks}
     plan.placed = frozenset(
-        task.name for task in plan.tasks if task.slots or is_placed(task, plan.places)
+        task.name for task in plan.tasks if task.has_own_process or is_placed(task, plan.places)
     )
     plan.all_sizes = {name: size for name, size in sizes.items() if name not in plan.placed}
     # A task without a route may come by any queue that no ordinary task has.

@@ -58,6 +58,9 @@ logger = logging.getLogger("batchery.device")
 #: that thread takes 0.1 ms.
 LONG_MS = 2.0
 
+#: What runs the batches of a feeder.
+FEEDER_RUNNER = "batchery_worker.feeders.runner:FeederRunner"
+
 #: Exit code after the failure of a thread; the worker treats it like any other death.
 EX_SOFTWARE = 70
 
@@ -124,6 +127,7 @@ class Device:
             *(self._app, setup, main_device(setup.device)),
             find_memory(setup.device, setup.memory_fraction),
             *(self._pieces, self.tell, lambda: self.feed.find_wanted()),
+            lambda batch: self.feed.give_back(batch),
         )
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
@@ -151,15 +155,16 @@ class Device:
             self._slot_loop = load(self._context, self._finish, self._free_slot)
             return
         for task in tasks.values():
-            if isinstance(task, BatchTask):
+            if isinstance(task, BatchTask) and self._setup.serves(task.name):
                 self._find_runner(task)
 
     def _find_runner(self, task: BatchTask) -> Runner:
         """What runs the batches of a task."""
-        runner = self._runners.get(task.Runner)
+        name = FEEDER_RUNNER if self._setup.feeder else task.Runner
+        runner = self._runners.get(name)
         if runner is None:
             # Where a test defines a task while its worker runs, its runner may be new.
-            runner = self._runners[task.Runner] = symbol_by_name(task.Runner)(self._context)
+            runner = self._runners[name] = symbol_by_name(name)(self._context)
             runner.start()
         return runner
 

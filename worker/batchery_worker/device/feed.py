@@ -651,6 +651,14 @@ class Feed:
 
     # The end
 
+    def give_back(self, batch: DeviceBatch) -> None:
+        """Gives the jobs of a batch back that has not begun, before the process ends."""
+        with self.lock:
+            leases = [job.payload.lease for job in batch.formed.jobs]
+            tokens = [each.token for each in leases if each is not None]
+            if batch.store is not None:
+                batch.store.requeue(tokens, first=True)
+
     def stop(self) -> None:
         """Takes nothing more; what waits goes back, what is on the device is finished."""
         with self.lock:

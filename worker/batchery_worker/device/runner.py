@@ -30,6 +30,8 @@ class RunnerContext:
     tell: Callable[[Reply], None]
     #: Finds the tasks whose jobs wait.
     find_wanted: Callable[[], frozenset[str]]
+    #: Gives the jobs of a batch back that has not begun, before the process ends; from any thread.
+    give_back: Callable[[DeviceBatch], None]
 
 
 class Between(NamedTuple):

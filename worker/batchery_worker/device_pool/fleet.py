@@ -480,7 +480,9 @@ class Fleet:
         )
         # The other devices need not wait for it any longer.
         self._recycle_next()
-        others = [each for each in self.devices if each.setup.task == device.setup.task]
+        others = [each for each in self._takers if each.setup.task == device.setup.task]
+        if device.setup.computes is not None:
+            others = []
         models = set(device.setup.models)
         if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
@@ -491,7 +493,7 @@ class Fleet:
     def recycle(self, modules: Sequence[str]) -> None:
         """Gives every device a fresh process, which imports these modules; no job is lost."""
         with self.changed:
-            for device in self.devices:
+            for device in self._takers:
                 device.setup = replace(device.setup, modules=modules)
                 device.recycle_due = True
             self._recycle_next()
@@ -523,6 +525,11 @@ class Fleet:
             old.leave()
 
     @property
+    def _takers(self) -> list[DeviceProcess]:
+        """The devices that take jobs; a card's process only computes for its feeders."""
+        return [each for each in self.devices if each.setup.computes is None]
+
+    @property
     def _running(self) -> list[DeviceProcess]:
         """All devices that have a process, or will."""
         return [*self.devices, *self.beside]
@@ -544,7 +551,7 @@ class Fleet:
     def ask(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Has a command run by all devices; their answers, by the names of those that gave one."""
         with self.changed:
-            ready = [each for each in self.devices if each.state is State.READY]
+            ready = [each for each in self._takers if each.state is State.READY]
             numbers = {next(self._numbers): each for each in ready}
             self._answers |= dict.fromkeys(numbers, "")
             for number, device in numbers.items():

@@ -131,6 +131,8 @@ class DeviceProcess:
     reported: Mapping[str, Any] = field(default_factory=dict)
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
+    #: Of a feeder: what computes for it.
+    card: "DeviceProcess | None" = None
     #: None while there is no process.
     pipe: Pipe | None = None
     _process: Process | None = None
@@ -241,6 +243,9 @@ class DeviceProcess:
         if self._process is not None:
             self._killed_for = why
             self._process.kill()
+        if self.card is not None:
+            # What took too long is computed there.
+            self.card.kill(why)
 
     @property
     def _ends_by_order(self) -> bool:
@@ -304,17 +309,28 @@ class DeviceProcess:
                 )
 
 
-def start_process(end: socket.socket) -> Process:
-    """Starts a device process, whose log goes through the handlers of this process."""
+def start_process(
+    end: socket.socket,
+    module: str = "batchery_worker.device",
+    listening: socket.socket | None = None,
+) -> Process:
+    """Starts a device process, whose log goes through the handlers of this process.
+
+    Args:
+        end: Of its pipe.
+        module: What it runs.
+        listening: Where feeders connect, if it is the process of their card.
+    """
     with end:
         log, their_log = socket.socketpair()
         with their_log:
-            ends = (end.fileno(), their_log.fileno())
+            inherited = (end, their_log, *([] if listening is None else [listening]))
+            ends = tuple(each.fileno() for each in inherited)
             # First, as there may be no thread for it; if there is no process, this ends at once.
             follow_log(log)
             # Never a fork, which CUDA does not survive.
             return subprocess.Popen(
-                [*python_command(), "-m", "batchery_worker.device", *map(str, ends)],
+                [*python_command(), "-m", module, *map(str, ends)],
                 env={**_environment(), **os.environ},
                 pass_fds=ends,
                 stdin=subprocess.DEVNULL,

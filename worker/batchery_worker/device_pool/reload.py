@@ -82,8 +82,8 @@ class Reloads:
             for name, each in self._devices.items()
             if task in each.setup.load or task in each.versions
         }
-        if any(each.slots or is_joint(each.device) for each in setups.values()):
-            why = "has slots, or lies on several devices, and takes the memory that there is"
+        if any(each.task or is_joint(each.device) for each in setups.values()):
+            why = "has processes of its own, or lies on several devices"
             return ReloadOrder(task, error=f"model {task!r}: {why}; restart the worker")
         return ReloadOrder(task, {name: DeviceReload() for name in setups})
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +86,10 @@ def device_setups(
     in_process: bool = False,
     jobs: JobsSetup,
 ) -> list[Setup]:
-    """One setup per device for all tasks that run in batches, and one for each task with slots.
+    """One setup per device for all tasks that run in batches, and others for those with their own.
+
+    A task with slots has one more. A model with feeders has one for the process of the card, and
+    one for each feeder, but not where Celery's consumer hands the jobs over.
 
     Models are loaded at the start if this worker consumes their queue, there is memory, and the
     devices are processes, else at their first job.
@@ -118,22 +122,42 @@ def device_setups(
     setups = []
     for device, here in places.items():
         mine = [task for task in tasks if task.name in here or task not in models]
-        kinds = [(task.name, task.slots, [task.name]) for task in mine if task.slots]
-        if shared_tasks := [task.name for task in mine if not task.slots]:
+        own = [task for task in mine if task.slots or (task.has_own_process and not jobs.is_handed)]
+        kinds = [(task.name, task.slots, [task.name]) for task in own]
+        if shared_tasks := [task.name for task in mine if task not in own]:
             kinds.insert(0, ("", 0, shared_tasks))
-        setups += [
-            Setup(
+        for name, slots, served in kinds:
+            setup = Setup(
                 device=device,
-                load=[name for name in served if name in load or own],
-                task=own,
-                slots=slots,
-                models={name: why for name, why in here.items() if name in served},
+                load=[each for each in served if each in load or name],
+                task=name,
+                slots=slots or 0,
+                models={each: why for each, why in here.items() if each in served},
                 elsewhere=frozenset(task.name for task in tasks) - {*served},
                 **shared,
             )
-            for own, slots, served in kinds
-        ]
+            task = app.tasks.get(name)
+            if isinstance(task, ModelTask) and not slots:
+                setups += list_feeders(setup, task)
+            else:
+                setups.append(setup)
     return setups
+
+
+def list_feeders(setup: Setup, task: ModelTask) -> list[Setup]:
+    """What the process of a card is told, and its feeders.
+
+    Args:
+        setup: Of a process that has the model to itself.
+        task: Of the model.
+    """
+    numbers = range(1, task.feeders + 1)
+    # The card is none of their business: they need no torch.
+    feeder = replace(setup, device="cpu", card=setup.device, load=[])
+    return [
+        replace(setup, computes=task.model_settings),
+        *(replace(feeder, feeder=number) for number in numbers),
+    ]
 
 
 def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str, dict[str, str]]:

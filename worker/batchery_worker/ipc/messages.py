@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
+from batchery.settings import ModelSettings
 from batchery.transport.suspects import Deaths
 
 
@@ -50,6 +51,12 @@ class Setup:
     #: The task whose step model it serves, and no other one; and the number of slots.
     task: str = ""
     slots: int = 0
+    #: The model that it computes for feeders, if it is the process of their card.
+    computes: ModelSettings | None = None
+    #: Where feeders reach that process; of a feeder also its number, from 1, and its card.
+    address: bytes = b""
+    feeder: int = 0
+    card: str = ""
     #: The models that it serves -> why they are here.
     models: Mapping[str, str] = field(default_factory=dict)
     #: Those that only other device processes of the worker serve.
@@ -66,8 +73,9 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Name of the process: `cuda:0`, or `cuda:0/chat` if it serves only one task."""
-        return f"{self.device}/{self.task}" if self.task else self.device
+        """Name of the process: `cuda:0`, `cuda:0/chat` if it serves one task, a feeder `.../1`."""
+        parts = (self.card or self.device, self.task, str(self.feeder or ""))
+        return "/".join(filter(None, parts))
 
     def serves(self, task: str) -> bool:
         """Whether jobs of a task may come to it."""
@@ -175,6 +183,9 @@ class Loaded(NamedTuple):
 
 class Stepped(NamedTuple):
     """Something has come of a step of a model with slots; told once a second, as a sign of life."""
+
+    #: As in `Ready`.
+    figures: Mapping[str, Any] | None = None
 
 
 class Joined(NamedTuple):

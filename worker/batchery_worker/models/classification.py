@@ -237,7 +237,8 @@ class ZeroShotModel(TextModel):
         lengths = [sequence.shape[1] for sequence in prepared]
         return max(lengths) * len(lengths) if self.pads else sum(lengths)
 
-    def _head(self, prepared: Sequences) -> dict[str, Any]:
+    def head(self, prepared: Sequences) -> dict[str, Any]:
+        """Of all its sequences together."""
         head: dict[str, Any] = {"tokens": sum(sequence.shape[1] for sequence in prepared)}
         if any(isinstance(sequence, Truncated) for sequence in prepared):
             head["truncated"] = True
@@ -322,8 +323,9 @@ class TokenClassificationModel(TextModel):
         """Length of a tokenized text in tokens, special ones included."""
         return super().tokens(prepared.tokens)
 
-    def _head(self, prepared: Located) -> dict[str, Any]:
-        return super()._head(prepared.tokens)
+    def head(self, prepared: Located) -> dict[str, Any]:
+        """Of its tokens."""
+        return super().head(prepared.tokens)
 
     def _sequences(self, batch: Sequence[Located]) -> Sequence[Prepared]:
         return [located.tokens for located in batch]

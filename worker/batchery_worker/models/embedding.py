@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from batchery.errors import InvalidItem
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import (
-    EmbeddingKeywords,
     MultiVectorKeywords,
     SparseEmbeddingKeywords,
 )
 from batchery_worker.models.sentence_model import SentenceModel
+from batchery_worker.models.text_items import EmbeddingItems, ItemsSetup
 from batchery_worker.models.text_model import Outputs
 
 
-class EmbeddingModel(SentenceModel):
+class EmbeddingModel(EmbeddingItems, SentenceModel):
     """Turns texts into vectors.
 
     An item is a text, or a list of token ids. Keywords of a job: `prompt` (the name of a prompt),
@@ -32,10 +31,20 @@ class EmbeddingModel(SentenceModel):
 
     library_class = "SentenceTransformer"
 
-    keywords = EmbeddingKeywords
-
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
+
+    _gives_rows = False
+
+    def give_rows(self) -> None:
+        """Makes results the bare vectors from now on, (D,) float32 each."""
+        self._gives_rows = True
+
+    def describe(self) -> ItemsSetup:
+        """As of `EmbeddingItems`; also refuses prompts for which the library's own code runs."""
+        if self._own_code:
+            raise ValueError(f"it takes no feeders, {self.why_padded}; set feeders = 0")
+        return super().describe()
 
     def _finish_load(self) -> None:
         self.reading = self._read_output
@@ -54,15 +63,6 @@ class EmbeddingModel(SentenceModel):
             return ""
         return f"dimensions = {self.settings.dimensions}, but its vectors have {self.dimensions}"
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
-        options: EmbeddingKeywords = super()._read_keywords(keywords)
-        if options.dimensions is not None and options.dimensions > self.dimensions:
-            raise InvalidItem(
-                f"keyword dimensions = {options.dimensions}: the model's vectors have"
-                f" {self.dimensions}"
-            )
-        return options
-
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Vectors, (B, D)."""
         limit = options.dimensions or self.settings.dimensions or self.library.truncate_dim
@@ -73,11 +73,10 @@ class EmbeddingModel(SentenceModel):
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> Sequence[Any]:
-        rows = values.numpy()
-        if self._read_keywords(keywords).encoding == "base64":
-            little = rows.astype("<f4", copy=False)
-            return self._give(outputs, vector=[b64encode(row).decode("ascii") for row in little])
-        return self._give(outputs, vector=rows)
+        if self._gives_rows:
+            return values.numpy()  # type: ignore[return-value]
+        encoded = self.write(outputs.heads, values.numpy(), keywords)
+        return encoded if self._gives_json else [each.value for each in encoded]
 
 
 class SparseEmbeddingModel(SentenceModel):

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-import orjson
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -24,26 +23,17 @@ from batchery_worker.models.forward import Forward, worst_difference
 from batchery_worker.models.forward.selection import TOLERANCE
 from batchery_worker.models.hardware.devices import dtype_for
 from batchery_worker.models.inputs import PromptKeywords, TextKeywords
-from batchery_worker.models.source import reason, watch_loading
+from batchery_worker.models.source import check_tokenizer, reason, watch_loading
+from batchery_worker.models.text_items import PromptedItems, encode_results
+from batchery_worker.models.text_length import NO_LIMIT_TOKENS, longest_text
 from batchery_worker.models.text_model import Outputs, TextModel
-from batchery_worker.models.tokenizer import (
-    NO_LIMIT_TOKENS,
-    PROBES,
-    Cut,
-    Prepared,
-    check_tokenizer,
-    longest_text,
-)
-from batchery_worker.plain_values import Encoded
+from batchery_worker.models.tokenizer import PROBES, Prepared
 
 #: Tasks of transformers whose last token is read, wherever the padding is.
 LEFT_PADDED = ("text-generation", "any-to-any")
 
 #: Names of prompts that are also what the text is for, which modules may ask for.
 TASKS = ("query", "document")
-
-#: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
-NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 #: So many of the texts have their values compared; others are compared by their tokens.
 COMPUTED_PROBES = 2
@@ -74,7 +64,7 @@ class LibraryText(NamedTuple):
         return self.tokens.shape
 
 
-class SentenceModel(TextModel):
+class SentenceModel(PromptedItems, TextModel):
     """A model of sentence-transformers; subclasses say what they read of its output."""
 
     #: The class of sentence-transformers that loads it.
@@ -82,12 +72,6 @@ class SentenceModel(TextModel):
 
     #: The model of sentence-transformers.
     library: Any
-
-    #: Texts to put in front, by name; those of the settings outrank those of the model's files.
-    prompts: Mapping[str, str]
-
-    #: Name of the prompt for jobs that choose none; None if there is none.
-    default_prompt: str | None
 
     def _open(self) -> Sequence[str]:
         source = self._source
@@ -148,6 +132,12 @@ class SentenceModel(TextModel):
         self._tail = modules[1:]
         output = self._transformer.modality_config.get("text", {}).get("method_output_name")
         self._field = output if isinstance(output, str) else "last_hidden_state"
+        limits = {name: self._find_limit(name) for name in self.prompts}
+        self._prompt_limits = {name: limit for name, limit in limits.items() if limit is not None}
+
+    def _find_limit(self, prompt: str) -> int | None:
+        """Maximum length of a text with this prompt, in tokens; None for that of all texts."""
+        return getattr(self._transformer, f"{self._task(prompt)}_length", None)
 
     def _lists(self, kind: str) -> bool:
         """Whether files have modules of a kind; else the library makes them, of random weights."""
@@ -253,26 +243,6 @@ class SentenceModel(TextModel):
         routes = getattr(self.library[0], "sub_modules", ())
         return name if name in TASKS or (name and name in routes) else None
 
-    def _prompt_name(self, options: Any) -> str | None:
-        name: str | None = getattr(options, "prompt", None)
-        return self.default_prompt if name is None else name
-
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
-        options = super()._read_keywords(keywords)
-        name = options.prompt if isinstance(options, PromptKeywords) else None
-        if name is not None and name not in self.prompts:
-            there_are = ", ".join(sorted(self.prompts))
-            raise InvalidItem(f"keyword prompt = {name!r:.80}: there are {there_are}")
-        return options
-
-    def _prompt(self, options: Any) -> str:
-        return self.prompts.get(self._prompt_name(options) or "", "")
-
-    def _cut(self, options: TextKeywords) -> Cut:
-        task = self._task(self._prompt_name(options))
-        limit = getattr(self._transformer, f"{task}_length", None)
-        return super()._cut(options)._replace(max_length=limit)
-
     def _scaled(self, vectors: Tensor, options: Any) -> Tensor:
         """Vectors, (..., D), scaled to length 1 if options or settings say so."""
         scale = self.settings.normalize if options.normalize is None else options.normalize
@@ -297,8 +267,9 @@ class SentenceModel(TextModel):
             for item, each in zip(items, prepared, strict=True)
         ]
 
-    def _head(self, prepared: Any) -> dict[str, Any]:
-        return super()._head(prepared.tokens if isinstance(prepared, LibraryText) else prepared)
+    def head(self, prepared: Any) -> dict[str, Any]:
+        """Of its tokens."""
+        return super().head(prepared.tokens if isinstance(prepared, LibraryText) else prepared)
 
     def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
         if not batch or not isinstance(batch[0], LibraryText):
@@ -319,17 +290,6 @@ class SentenceModel(TextModel):
                 task=self._task(self._prompt_name(options)),
             )
         return features
-
-
-def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) -> list[Encoded]:
-    """Results as JSON, straight from the numbers: no list of floats is ever made.
-
-    Numbers have the fewest digits that are read back as the same float32.
-    """
-    return [
-        Encoded(orjson.dumps({**head, **dict(zip(columns, row, strict=True))}, option=NUMPY))
-        for head, *row in zip(heads, *columns.values(), strict=True)
-    ]
 
 
 @contextmanager

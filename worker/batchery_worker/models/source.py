@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError, StartError
@@ -308,3 +309,35 @@ def loading(name: str) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """Loads the tokenizer.
+
+    Raises:
+        ValueError: The model has no tokenizer.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"has no tokenizer, so it cannot take texts: {reason(error)}") from error
+    check_tokenizer(source, tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(source: ModelSource, tokenizer: Any, folder: str = "") -> None:
+    """Makes sure that a tokenizer has files; without, transformers would make an empty one.
+
+    Args:
+        source: The model.
+        tokenizer: Of transformers.
+        folder: Where its files are, relative to the model.
+
+    Raises:
+        ValueError: There are none.
+    """
+    files = sorted({"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()})
+    if not any(source.path(f"{folder}/{file}".lstrip("/")) for file in files):
+        raise ValueError(
+            f"has no tokenizer, so it cannot take texts: none of {', '.join(files)} is there"
+        )

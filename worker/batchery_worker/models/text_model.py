@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from batchery.errors import InvalidItem
-from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.forward import Forward, RandomTexts, Reading
@@ -31,30 +29,17 @@ from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choos
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
-from batchery_worker.models.inputs import (
-    TextKeywords,
-    check_text,
-    check_token_ids,
-    read_each,
-    read_keywords,
-)
 from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import (
     ModelSource,
     check_weights,
+    load_tokenizer,
     loading,
 )
 from batchery_worker.models.split import build_empty, open_split
-from batchery_worker.models.tokenizer import (
-    Cut,
-    Input,
-    Prepared,
-    TextTokenizer,
-    TokenIds,
-    Truncated,
-    load_tokenizer,
-    longest_text,
-)
+from batchery_worker.models.text_items import TextItems
+from batchery_worker.models.text_length import longest_text
+from batchery_worker.models.tokenizer import Prepared, TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +68,11 @@ class Outputs(NamedTuple):
     batch: Sequence[Any] = ()
 
 
-class TextModel(Model):
+class TextModel(TextItems):
     """A transformers model whose items are texts; subclasses say what becomes of its output."""
 
     #: The `Auto...` class of transformers that loads it.
     auto_class: ClassVar[Any]
-
-    #: The keywords that a job of it may have.
-    keywords: ClassVar[type[TextKeywords]]
 
     #: The part without which it has learned nothing, and what it has learned with it.
     trained_part: ClassVar[tuple[str, str]] = ("encoder", "embeddings")
@@ -335,24 +317,9 @@ class TextModel(Model):
         """
         return torch.split(values, list(lengths)) if self.per_token else values.unbind()
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
-        """Reads and checks the keywords of a batch. Raises InvalidItem."""
-        return read_keywords(self.keywords, keywords)
-
-    def _prompt(self, options: Any) -> str:  # noqa: ARG002 (for kinds with prompts)
-        """What goes in front of each text."""
-        return ""
-
     def sample_item(self, text: str) -> Any:
         """An item that has this text, to check, warm up or measure the model with."""
         return text
-
-    def _input(self, item: Any, prompt: str) -> Input:
-        """What the tokenizer takes of an item. Raises InvalidItem."""
-        if isinstance(item, list):
-            ids = check_token_ids(item, self._vocabulary, self.settings.max_chars)
-            return TokenIds(ids, before=prompt)
-        return prompt + check_text("text", item, self.settings.max_chars)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
@@ -394,49 +361,6 @@ class TextModel(Model):
             item for item, each in zip(items, prepared, strict=True) if not isinstance(each, Failed)
         ]
 
-    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
-        """Validates and tokenizes the items of a batch, in one call of the tokenizer.
-
-        Returns:
-            One tokenized item per item, in order, not padded. `Failed` with an `InvalidItem` that
-            names field and limit for each item that cannot run. A wrong keyword fails all items.
-        """
-        try:
-            options = self._read_keywords(keywords)
-            return self._tokenized(items, options)
-        except InvalidItem as error:
-            return [Failed(InvalidItem(str(error))) for _ in items]
-
-    def _tokenized(self, items: Sequence[Any], options: TextKeywords) -> list[Any]:
-        """The same with keywords that were read. Raises InvalidItem: a keyword is wrong."""
-        prompt = self._prompt(options)
-        inputs = read_each(items, lambda item: self._input(item, prompt))
-        fit = [each for each in inputs if not isinstance(each, Failed)]
-        encoded = iter(self._encode(fit, options))
-        return [each if isinstance(each, Failed) else next(encoded) for each in inputs]
-
-    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
-        """What goes through the model for each input. Raises InvalidItem: a keyword is wrong."""
-        return self._tokenize(inputs, self._cut(options))
-
-    def _cut(self, options: TextKeywords) -> Cut:
-        truncate, side = self._tokenize.usual_cut[:2]
-        return Cut(
-            truncate if options.truncate is None else options.truncate,
-            options.truncation_direction or side,
-        )
-
-    def tokens(self, prepared: Any) -> int:
-        """Length of a tokenized item in tokens, special ones included."""
-        return int(prepared.shape[1])
-
-    def _head(self, prepared: Any) -> dict[str, Any]:
-        """The fields that every result has, of one item."""
-        head: dict[str, Any] = {"tokens": prepared.shape[1]}
-        if isinstance(prepared, Truncated):
-            head["truncated"] = True
-        return head
-
     def _sequences(self, batch: Sequence[Any]) -> Sequence[Prepared]:
         """What goes through the model of the prepared items of a batch."""
         return batch
@@ -453,7 +377,7 @@ class TextModel(Model):
         def compute() -> Tensor:
             return self._finish(self._values(self._pass, sequences), options)
 
-        heads = [self._head(prepared) for prepared in batch]
+        heads = [self.head(prepared) for prepared in batch]
         if self._streams is not None:
             take = self._streams.run_now if self.is_urgent else self._streams.submit
             return Outputs(heads, take(partial(self._split.run, compute)), batch=batch)

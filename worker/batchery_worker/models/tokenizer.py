@@ -1,6 +1,5 @@
-"""From texts to tokens, a whole batch at once, with little work per text; how long one may be."""
+"""From texts to tokens, a whole batch at once, with little work per text. Needs no torch."""
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,22 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
-from transformers import AutoTokenizer
 
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
-from batchery.settings import ModelSettings
-from batchery_worker.models.source import ModelSource, reason
-
-logger = logging.getLogger(__name__)
 
 #: One tokenized text: a row per model input, token ids first, (I, L) int64.
 Prepared = NDArray[np.int64]
-
-
-#: Limits from here on, in tokens, mean no limit: such tokenizers say 1e30.
-NO_LIMIT_TOKENS = 10**9
 
 
 class Truncated(np.ndarray[Any, np.dtype[np.int64]]):
@@ -114,6 +103,50 @@ PROBES = (
 )
 
 
+class LibraryTokenizer:
+    """A tokenizer of the library alone, which is called as one of transformers."""
+
+    def __init__(self, library: Tokenizer, side: str) -> None:
+        """Takes over the tokenizer, whose limits it changes.
+
+        Args:
+            library: The tokenizer.
+            side: Where long texts lose tokens: `left` or `right`.
+        """
+        self.backend_tokenizer = library
+        self.truncation_side = side
+
+    def __call__(
+        self,
+        texts: list[str],
+        pairs: list[str] | None = None,
+        *,
+        truncation: Any = False,
+        max_length: int | None = None,
+        add_special_tokens: bool = True,
+        **_: Any,
+    ) -> dict[str, list[list[int]]]:
+        """Tokenizes texts, or pairs of them, without padding; a column has a list per text."""
+        library = self.backend_tokenizer
+        library.no_padding()
+        if truncation:
+            side = self.truncation_side
+            limit = max_length or 0
+            library.enable_truncation(limit, strategy=truncation, direction=side)
+        else:
+            library.no_truncation()
+        inputs: Any = texts if pairs is None else [*zip(texts, pairs, strict=True)]
+        encodings = library.encode_batch(inputs, add_special_tokens=add_special_tokens)
+        return {
+            name: [getattr(each, attribute) for each in encodings]
+            for name, attribute in ATTRIBUTES.items()
+        }
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        """The text of a token."""
+        return self.backend_tokenizer.id_to_token(token)
+
+
 class TextTokenizer:
     """A model's tokenizer, within the limits of the model.
 
@@ -150,8 +183,10 @@ class TextTokenizer:
         self.usual_cut = Cut(truncate, side, max_length=max_length)
         self.names = [name for name in inputs if name in self._call(["a"], self.usual_cut)]
         self._columns: Callable[[Any, Cut], tuple[Columns, IsCut]] = self._usual
+        #: The tokenizer of the library, if that alone gives the same tokens.
+        self.library: Tokenizer | None = None
         if self._is_fast():
-            self._columns = self._fast
+            self._columns, self.library = self._fast, tokenizer.backend_tokenizer
 
     def __call__(self, inputs: Sequence[Input], cut: Cut | None = None) -> list[Prepared | Failed]:
         """Tokenizes texts, pairs of texts, and what is tokens already.
@@ -335,104 +370,3 @@ class TextTokenizer:
 
 def _spell(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
-
-
-def load_tokenizer(source: ModelSource) -> Any:
-    """Loads the tokenizer.
-
-    Raises:
-        ValueError: The model has no tokenizer.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"has no tokenizer, so it cannot take texts: {reason(error)}") from error
-    check_tokenizer(source, tokenizer)
-    return tokenizer
-
-
-def check_tokenizer(source: ModelSource, tokenizer: Any, folder: str = "") -> None:
-    """Makes sure that a tokenizer has files; without, transformers would make an empty one.
-
-    Args:
-        source: The model.
-        tokenizer: Of transformers.
-        folder: Where its files are, relative to the model.
-
-    Raises:
-        ValueError: There are none.
-    """
-    files = sorted({"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()})
-    if not any(source.path(f"{folder}/{file}".lstrip("/")) for file in files):
-        raise ValueError(
-            f"has no tokenizer, so it cannot take texts: none of {', '.join(files)} is there"
-        )
-
-
-def longest_text(
-    settings: ModelSettings, tokenizer: Any, model: Any, *, files_decide: bool = False
-) -> int | None:
-    """The maximum length of a text in tokens, special tokens included; None if unlimited.
-
-    The setting decides. If it is unset, the minimum of the model's positions and of the limit of
-    its tokenizer holds.
-
-    Args:
-        settings: Of the model.
-        tokenizer: Of transformers.
-        model: Of transformers.
-        files_decide: A model whose positions are computed may have a limit above those that its
-            config names.
-
-    Raises:
-        ValueError: The setting exceeds the model's positions, or leaves room for special tokens
-            only.
-    """
-    positions = _positions(model)
-    if files_decide and any("Rotary" in type(each).__name__ for each in model.modules()):
-        if positions is not None and (settings.max_length or 0) > positions:
-            logger.warning(
-                "model %s: max_length = %d is more than the %d tokens that its config names;"
-                " the results of longer texts may be worse",
-                *(settings.model, settings.max_length, positions),
-            )
-        positions = None
-    if settings.max_length is not None:
-        special = tokenizer.num_special_tokens_to_add()
-        if positions is not None and settings.max_length > positions:
-            raise ValueError(
-                f"max_length = {settings.max_length}, but the model takes at most {positions}"
-                " tokens"
-            )
-        if settings.max_length <= special:
-            raise ValueError(
-                f"max_length = {settings.max_length} leaves no room for text besides {special}"
-                " special tokens"
-            )
-        return settings.max_length
-    own = tokenizer.model_max_length
-    limits = [int(each) for each in (positions, own) if each and each < NO_LIMIT_TOKENS]
-    return min(limits, default=None)
-
-
-def _positions(model: Any) -> int | None:
-    """The number of positions of the model."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    # XLNet and its like say -1: their positions are relative.
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    padding = padding_position(model)
-    return positions if padding is None else positions - padding - 1
-
-
-def padding_position(model: nn.Module) -> int | None:
-    """The position of padding; the texts of RoBERTa's family start behind it.
-
-    Returns:
-        None if texts start at position 0, as in most models.
-    """
-    for name, module in model.named_modules():
-        is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-        if is_table and module.padding_idx is not None:
-            return int(module.padding_idx)
-    return None

@@ -126,6 +126,11 @@ class LoadedModel:
         self._budget.ceiling = max_batch_tokens or self._default_tokens
         self._source = "setting" if max_batch_tokens else "default"
 
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of a forward pass, as it stands now."""
+        return self._budget.allows()
+
     def start(self, items: Sequence[Any], work: Work) -> None:
         """Starts the first passes of the batch that comes next, as many as the model allows.
 

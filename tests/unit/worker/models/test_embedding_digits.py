@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from kombu.utils import json as celery_json
 
-from batchery_worker.models.sentence_model import encode_results
+from batchery_worker.models.text_items import encode_results
 
 #: Digits that every float32 survives; many need fewer.
 DIGITS = 9

@@ -18,7 +18,8 @@ from batchery_worker.models.forward.attention import (
     row_of_this_pass,
 )
 from batchery_worker.models.hardware.transfers import HostToDevice
-from batchery_worker.models.tokenizer import Prepared, padding_position
+from batchery_worker.models.text_length import padding_position
+from batchery_worker.models.tokenizer import Prepared
 
 
 class Packed:

@@ -35,9 +35,9 @@ from batchery_worker.models.generation.texts import REPLACEMENT, Prompt, SlotTex
 from batchery_worker.models.generation.trial import Candidate, choose_batch, generated_logits
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.inputs import GenerationKeywords, read_each, read_item, read_keywords
-from batchery_worker.models.source import ModelSource, loading
+from batchery_worker.models.source import ModelSource, load_tokenizer, loading
 from batchery_worker.models.split import open_split
-from batchery_worker.models.tokenizer import load_tokenizer, longest_text
+from batchery_worker.models.text_length import longest_text
 
 logger = logging.getLogger(__name__)
 
