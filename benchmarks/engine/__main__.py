@@ -17,7 +17,7 @@ from benchmarks.engine.gpu import mean, utilisation
 from benchmarks.engine.models import shape_of
 from benchmarks.engine.rows import print_rows, rows_of
 from benchmarks.engine.sample import Sample, System
-from benchmarks.engine.systems import NAMES, running
+from benchmarks.engine.systems import FED, NAMES, running
 from benchmarks.engine.target import Target, about, model_parser, target_for
 from benchmarks.engine.texts import WORKLOADS, lengths_of, read_texts
 from benchmarks.hardware import write_report
@@ -33,7 +33,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 def main() -> None:
     """Measures all workloads, prints tables; writes JSON if asked to."""
     options = parse()
-    chosen = choose([(name, name) for name in NAMES], options.systems)
+    names = [*NAMES, *FED] if options.systems else NAMES
+    chosen = choose([(name, name) for name in names], options.systems)
     with target_for(options, loop_tokens=options.loop_tokens) as target:
         rows: list[dict[str, Any]] = []
         texts = {name: read_texts(name, options.texts, target.folder) for name in options.workloads}

@@ -36,6 +36,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         "bert-base": Shape(12, 768, 12, 3072),
         "bert-large": Shape(24, 1024, 16, 4096),
+        # It answers at once: what is left is all that is not the model.
+        "no-layers": Shape(0, 384, 12, 1536),
         "tiny": Shape(2, 32, 2, 64),
         "tiny-4": Shape(4, 32, 2, 64),
     }

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.engine.child import Child, ChildSystem, options_of
@@ -53,6 +54,17 @@ ENGINES = [
 
 OURS: Mapping[str, Callable[[Target], System]] = {WholeSystem.name: WholeSystem}
 
+#: Only where they are asked for: the whole system with feeders, or many texts in a message.
+MANY = 64
+FED: Mapping[str, Callable[[Target], System]] = {
+    f"whole system, {MANY} a message": partial(WholeSystem, items=MANY),
+    **{f"feeders: {count}": partial(WholeSystem, feeders=count) for count in (1, 2, 4, 8, 12)},
+    **{
+        f"feeders: {count}, {MANY} a message": partial(WholeSystem, feeders=count, items=MANY)
+        for count in (1, 2, 4, 8, 12)
+    },
+}
+
 #: The loop that everybody writes first, against which the others are counted.
 NAIVE = LOOPS[0].name
 
@@ -77,7 +89,7 @@ def running(target: Target, chosen: Sequence[str]) -> Iterator[list[System]]:
                     children[row.module] = Child(python, f"peers.{row.module}", options_of(target))
                     stack.callback(children[row.module].close)
                 systems.append(ChildSystem(row.name, children[row.module], row.request))
-        for name, make in OURS.items():
+        for name, make in {**OURS, **FED}.items():
             if name in chosen:
                 systems.append(make(target))
                 stack.callback(systems[-1].stop)

@@ -38,11 +38,11 @@ GRACE_S = 10.0
 WORKER = ("-l", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat")
 
 
-def devices_of(worker: int) -> list[psutil.Process]:
-    """The device processes of a worker; its other ones wait for ordinary jobs."""
+def devices_of(worker: int, module: str = "batchery_worker.device") -> list[psutil.Process]:
+    """The processes of a worker that run a module; its others wait for ordinary jobs."""
     with contextlib.suppress(psutil.Error):
         children = psutil.Process(worker).children()
-        return [each for each in children if "batchery_worker.device" in each.cmdline()]
+        return [each for each in children if module in each.cmdline()]
     return []
 
 
@@ -51,20 +51,33 @@ class WholeSystem:
 
     name = "whole system"
 
-    def __init__(self, target: Target) -> None:
-        """Starts both, without waiting for the worker."""
+    def __init__(self, target: Target, feeders: int = 0, items: int = 1) -> None:
+        """Starts both, without waiting for the worker.
+
+        Args:
+            target: What they run.
+            feeders: Of the device.
+            items: Texts of each message.
+        """
+        self._items = items
+        if feeders:
+            self.name = f"feeders: {feeders}"
+        if items > 1:
+            self.name += f", {items} a message"
         self._server = EmbeddedRedis().start()
         #: Address of the Redis.
         self.url = self._server.url
         self.redis: Any = Redis.from_url(self._server.url)
         self.app = Celery("bench", broker=self._server.url, backend=self._server.url)
-        self._queues = json.loads(os.environ["BATCHERY_MODELS"])
+        models = json.loads(os.environ["BATCHERY_MODELS"])
+        self._queues = {name: {**model, "feeders": feeders} for name, model in models.items()}
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "batchery.app", "worker"]
         self._worker = GuardedProcess(
             [*command, *WORKER],
             env={
                 **os.environ,
                 "BATCHERY_REDIS_URL": self._server.url,
+                "BATCHERY_MODELS": json.dumps(self._queues),
                 "BATCHERY_DEVICES": target.device,
                 "BATCHERY_MAX_BATCH_SIZE": str(target.batch_size),
             },
@@ -76,13 +89,17 @@ class WholeSystem:
             self.publish(queue, ["the first"])
             self._wait(queue)
         worker = psutil.Process(self._worker.pid)
-        (device,) = devices_of(worker.pid)
         redis = psutil.Process(self._server.pid)
+        devices = devices_of(worker.pid)
+        named = {"device": devices[0]}
+        if cards := devices_of(worker.pid, "batchery_worker.feeders.card_process"):
+            named = {f"feeder {number}": each for number, each in enumerate(devices, start=1)}
+            named["card"] = cards[0]
         #: By what they are for.
-        self.processes = {"worker": worker, "device": device, "redis": redis}
+        self.processes = {"worker": worker, **named, "redis": redis}
 
     def run(self, texts: Sequence[str], *, keep: bool = False) -> Sample:
-        """Embeds all texts, each one a job."""
+        """Embeds all texts."""
         staged = "staged"
         ids = self.publish(staged, texts)
         before = self._batches(0)
@@ -91,10 +108,13 @@ class WholeSystem:
         self._wait("embed")
         seconds = time.perf_counter() - began_s
         cpu_s = cpu_since(used, self.processes)
-        after = self._batches(before["jobs"] + len(texts))
+        after = self._batches(before["jobs"] + len(ids))
         keys = [f"celery-task-meta-{each}" for each in ids]
         metas = [json.loads(each) for each in self.redis.mget(keys)] if keep else []
-        if self.redis.delete(*keys) != len(texts):
+        found = [meta["result"] for meta in metas]
+        if self._items > 1:
+            found = [each["ok"] for result in found for each in result]
+        if self.redis.delete(*keys) != len(keys):
             raise SystemExit("whole system: results are missing")
         return Sample(
             seconds=seconds,
@@ -102,19 +122,24 @@ class WholeSystem:
             tokens=after["tokens"] - before["tokens"],
             computed_tokens=after["computed_tokens"] - before["computed_tokens"],
             stages_s={"forward": (after["forward_ms"] - before["forward_ms"]) / 1e3},
-            results=[meta["result"] for meta in metas],
+            results=found,
         )
 
     def publish(self, queue: str, texts: Sequence[str]) -> list[str]:
         """Sends jobs into a queue; returns their ids."""
-        ids = [str(uuid.uuid4()) for _ in texts]
+        count = self._items
+        items = [texts[start : start + count] for start in range(0, len(texts), count)]
+        ids = [str(uuid.uuid4()) for _ in items]
         task = queue if queue in self._queues else "embed"
         # A client that wants a result subscribes for it, which costs more than the job.
-        options: Any = {"ignore_result": True, "headers": {"ignore_result": False}}
+        options: Any = {"ignore_result": True}
         with self.app.producer_pool.acquire() as producer:
-            for task_id, text in zip(ids, texts, strict=True):
+            for task_id, part in zip(ids, items, strict=True):
+                header = {"batchery": {"v": 1, "n": len(part)}} if count > 1 else {}
                 self.app.send_task(
-                    task, [text], task_id=task_id, queue=queue, producer=producer, **options
+                    *(task, [part if count > 1 else part[0]]),
+                    headers={"ignore_result": False, **header},
+                    **{"task_id": task_id, "queue": queue, "producer": producer, **options},
                 )
         return ids
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ def find_feeders(worker: Worker, client: Celery) -> list[int]:
     return [devices[f"cpu/embed/{number}"]["pid"] for number in (1, 2)]
 
 
+def has_answered(jobs: list[AsyncResult[Any]], count: int) -> bool:
+    return sum(job.ready() for job in jobs) >= count
+
+
 def send(client: Celery, name: str, items: list[Any], **keywords: Any) -> list[AsyncResult[Any]]:
     return [client.send_task(name, (item,), keywords, queue=name) for item in items]
 
@@ -100,9 +105,8 @@ def test_every_job_is_answered_whoever_is_killed(
     (card,) = find_processes(worker, "feeders")
     before = find_feeders(worker, client)
     for done, pid in ((50, before[0]), (400, card.pid)):
-        wait_for(lambda done=done: sum(job.ready() for job in jobs) >= done, f"{done} are done")
+        wait_for(partial(has_answered, jobs, done), f"{done} are done")
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda pid=pid: not psutil.pid_exists(pid), "it is gone")
     vectors = [to_numpy(job.get(timeout=TIMEOUT_S)) for job in jobs]
     parts = [np.array(vectors[start :: len(TEXTS)]) for start in range(len(TEXTS))]
     assert max(np.ptp(part, axis=0).max() for part in parts) < 1e-5
