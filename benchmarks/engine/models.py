@@ -26,6 +26,8 @@ class Shape:
     hidden: int
     heads: int
     intermediate: int
+    #: D of the vectors, if a matrix behind the layers changes it.
+    vector: int | None = None
 
 
 #: Words of MiniLM's tokenizer, which all of them get; and longest text, in tokens.
@@ -36,8 +38,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         "bert-base": Shape(12, 768, 12, 3072),
         "bert-large": Shape(24, 1024, 16, 4096),
-        # It answers at once: what is left is all that is not the model.
-        "no-layers": Shape(0, 384, 12, 1536),
+        # It answers at once, with vectors of a usual length: what is left is all but the model.
+        "instant": Shape(2, 32, 2, 64, vector=384),
         "tiny": Shape(2, 32, 2, 64),
         "tiny-4": Shape(4, 32, 2, 64),
     }
@@ -75,7 +77,24 @@ def model_folder(name: str, folder: Path) -> Path:
     pooling = {"word_embedding_dimension": shape.hidden, "pooling_mode_mean_tokens": True}
     (target / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     save_file(dict(_weights(shape)), target / "model.safetensors", metadata={"format": "pt"})
+    if shape.vector is not None:
+        _add_matrix(target, shape.hidden, shape.vector)
     return target
+
+
+def _add_matrix(model: Path, width: int, vector: int) -> None:
+    """Adds a module of sentence-transformers, in front of the one that scales vectors."""
+    modules = json.loads((model / "modules.json").read_text())
+    kind = "sentence_transformers.models.Dense"
+    modules.insert(2, {"idx": 2, "name": "dense", "path": "dense", "type": kind})
+    (model / "modules.json").write_text(json.dumps(modules))
+    folder = model / "dense"
+    folder.mkdir()
+    config = {"in_features": width, "out_features": vector, "bias": False}
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    (folder / "config.json").write_text(json.dumps({**config, **identity}))
+    weight = np.random.default_rng(2).standard_normal((vector, width), dtype=np.float32)
+    save_file({"linear.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _config(shape: Shape) -> dict[str, Any]:

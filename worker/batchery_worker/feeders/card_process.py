@@ -40,6 +40,7 @@ from batchery_worker.ipc.messages import (
     load_message,
 )
 from batchery_worker.memory import Memory
+from batchery_worker.models.text_items import Vector
 from batchery_worker.serving.loading import serve_model
 from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
@@ -304,11 +305,11 @@ class CardProcess:
             for place, outcome in enumerate(outcomes)
             if isinstance(outcome, Failed)
         ]
-        failed, dimensions = {place for place, _, _ in failures}, 0
+        dimensions = 0
         for place, outcome in enumerate(outcomes):
-            if place not in failed:
-                dimensions = len(outcome)
-                vectors[slot, place, :dimensions] = outcome
+            if isinstance(outcome, Vector):
+                dimensions = len(outcome.numbers)
+                vectors[slot, place, :dimensions] = outcome.numbers
         # A feeder that is gone is dropped where it is read from.
         with suppress(OSError):
             write_frame(asked.feeder.end, Computed(slot, dimensions, tokens, failures).dump())

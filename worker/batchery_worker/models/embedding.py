@@ -15,7 +15,7 @@ from batchery_worker.models.inputs import (
     SparseEmbeddingKeywords,
 )
 from batchery_worker.models.sentence_model import SentenceModel
-from batchery_worker.models.text_items import EmbeddingItems, ItemsSetup
+from batchery_worker.models.text_items import EmbeddingItems, ItemsSetup, Vector
 from batchery_worker.models.text_model import Outputs
 
 
@@ -37,7 +37,7 @@ class EmbeddingModel(EmbeddingItems, SentenceModel):
     _gives_rows = False
 
     def give_rows(self) -> None:
-        """Makes results the bare vectors from now on, (D,) float32 each."""
+        """Makes results a `Vector` each from now on."""
         self._gives_rows = True
 
     def describe(self) -> ItemsSetup:
@@ -74,7 +74,7 @@ class EmbeddingModel(EmbeddingItems, SentenceModel):
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> Sequence[Any]:
         if self._gives_rows:
-            return values.numpy()  # type: ignore[return-value]
+            return [Vector(row) for row in values.numpy()]
         encoded = self.write(outputs.heads, values.numpy(), keywords)
         return encoded if self._gives_json else [each.value for each in encoded]
 

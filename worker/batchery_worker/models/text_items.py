@@ -156,6 +156,13 @@ class ItemsSetup(NamedTuple):
     dimensions: int
 
 
+class Vector(NamedTuple):
+    """A vector on its way to whoever writes the result."""
+
+    #: (D,) float32.
+    numbers: NDArray[Any]
+
+
 class EmbeddingItems(PromptedItems):
     """Items of embeddings, and their results."""
 
