@@ -87,7 +87,7 @@ def main() -> None:
         names = (BULK_WORKLOAD, LIVE_WORKLOAD)
         texts = {name: read_texts(name, TEXTS, target.folder) for name in names}
         report = about(target, options, texts)
-        system = WholeSystem(target)
+        system = WholeSystem(target, options.feeders)
         spawn = multiprocessing.get_context("spawn")
         done, stop = spawn.Value("q", 0), spawn.Event()
         arguments = (system.url, texts[BULK_WORKLOAD], options.per_job, done, stop)
@@ -123,6 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="with live jobs, in all")
     parser.add_argument("--live-per-s", type=float, default=4.0, help="mean arrivals of live jobs")
     parser.add_argument("--per-job", type=int, default=1, help="texts of each bulk job")
+    parser.add_argument("--feeders", type=int, default=0, help="of the device")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
