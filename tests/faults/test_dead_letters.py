@@ -167,3 +167,23 @@ def test_caller_of_a_refused_message_hears_of_it_though_its_worker_and_results_g
         with pytest.raises(error):
             app.AsyncResult(task_id).get(timeout=TIMEOUT_S)
         wait_for(lambda: len(dead_letters_of(redis_url)) == 2, "dead letters")
+
+
+@pytest.mark.timeout(400)
+def test_items_of_one_message_that_kill_the_device_fail_alone(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    start_worker("apps.killers")
+    keywords = {"folder": str(tmp_path)}
+    texts = ["die" if number in (3, 11) else f"mate-{number}" for number in range(16)]
+    job = killers.obey.apply_async((texts,), keywords, headers={"batchery": {"v": 1, "n": 16}})
+    others = killers.obey.submit_many([f"other-{number}" for number in range(8)], keywords)
+    assert others.get(timeout=TIMEOUT_S) == [f"OTHER-{number}" for number in range(8)]
+    entries = job.get(timeout=TIMEOUT_S)
+    found = [entry.get("ok") or entry["error"]["type"] for entry in entries]
+    assert found == ["DeviceDied" if text == "die" else text.upper() for text in texts]
+    assert "item 3 ended its device" in entries[3]["error"]["message"]
+    # Each of them once alone, and before that only beside others.
+    assert batches(tmp_path).count(["die"]) == 2
+    assert dead_letters_of(redis_url) == []
+    wait_for(lambda: not suspects(redis_url), "nothing is noted any more")

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -26,6 +27,7 @@ from batchery.transport.suspects import (
     RunningBatches,
     build_delivery_field,
     build_expired_field,
+    build_items_field,
 )
 from batchery.transport.worker_registry import Registration
 
@@ -49,6 +51,8 @@ class Lease:
     deaths: Deaths | None = None
     #: The hard time limit that the job has reached, in seconds; None if it has not.
     expired_s: float | None = None
+    #: Places of those of its items that have ended a device, each alone.
+    dead_items: Sequence[int] = ()
     #: The job's field in the HASH of suspects; None if it is no suspect.
     suspect: str | None = None
     #: Tag of the job's message; None until the job's completion has published messages.
@@ -209,6 +213,17 @@ class LeaseStore:
         """
         self.client.hdel(self.keys.running(self.worker), DELIVERY)
 
+    def note_items(self, token: str, places: Sequence[int]) -> None:
+        """Notes which items of a suspect have ended a device, and which one begins, the last one.
+
+        If Redis does not answer, nobody is blamed for what may happen.
+        """
+        lease = self.leases.get(token)
+        if lease is not None and lease.suspect is not None:
+            with suppress(redis.RedisError, OSError):
+                field = build_items_field(lease.suspect)
+                self.client.hset(self.keys.suspects, field, " ".join(map(str, places)))
+
     def blame_delivery(self, suspect: str) -> None:
         """Counts a message against which this worker has just run: it is about to end."""
         self.scripts.run("note", [self.keys.suspects], "HINCRBY", build_delivery_field(suspect), 1)
@@ -232,7 +247,8 @@ class LeaseStore:
     def _clear(self, lease: Lease) -> None:
         """Clears a suspect that is settled: Redis may forget its deaths, as its message goes."""
         if (name := lease.suspect) is not None:
-            self._cleared += (name, build_delivery_field(name), build_expired_field(name))
+            fields = (build_delivery_field, build_expired_field, build_items_field)
+            self._cleared += (name, *(build(name) for build in fields))
 
     # Acknowledgements
 

@@ -148,6 +148,11 @@ def build_expired_field(suspect: str) -> str:
     return f"expired:{suspect}"
 
 
+def build_items_field(suspect: str) -> str:
+    """The field of the places of items that a suspect has begun one by one, with spaces between."""
+    return f"items:{suspect}"
+
+
 def read_deaths(value: bytes) -> Deaths:
     """Reads the value of a suspect's field, which is the size of the group below zero."""
     number = int(value)

@@ -14,15 +14,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery, signals
 from kombu.utils.imports import symbol_by_name
 
 from batchery.device_names import main_device
-from batchery.errors import BatcheryError
+from batchery.errors import BatcheryError, DeviceDied
 from batchery.outcomes import Failed
 from batchery.task import BatchTask
 from batchery_worker.batch import DeviceBatch
@@ -309,12 +310,32 @@ class Device:
         start_next = (lambda: None) if work.urgent else self._start_next
         between = Between(run_urgent, start_next, resolve)
         self.current = work
-        batch.outcomes = self._reuse.run(
-            batch.deduped, batch.items, lambda items: runner.run(batch, items, between)
-        )
+        if work.dead_items is not None:
+            batch.outcomes = self._run_one_by_one(batch, runner, between, work.dead_items)
+        else:
+            batch.outcomes = self._reuse.run(
+                batch.deduped, batch.items, lambda items: runner.run(batch, items, between)
+            )
         self.current = None
         batch.ended_s = time.perf_counter()
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
+
+    def _run_one_by_one(
+        self, batch: DeviceBatch, runner: Runner, between: Between, dead_items: Sequence[int]
+    ) -> list[Any]:
+        """Runs the items of a suspect, but those that have ended a device; notes each before."""
+        (task_id, items, form), outcomes = batch.work.jobs[0], []
+        for place, prepared in enumerate(batch.items):
+            if place in dead_items:
+                text = f"{batch.work.task}[{task_id}]: item {place} ended its device, alone"
+                outcomes.append(Failed(DeviceDied(f"{text}; it is not run again")))
+                continue
+            self.feed.note_items(batch, [*dead_items, place])
+            work = replace(batch.work, jobs=[(task_id, [items[place]], form)])
+            one = replace(batch, work=work, items=[prepared])
+            outcomes += runner.run(one, [prepared], between)
+            batch.tokens, batch.computed_tokens = one.tokens, one.computed_tokens
+        return outcomes
 
     def _run_urgent(self, resolve: Callable[[Any], Any]) -> None:
         """Runs the urgent batches that have come, in the midst of another one."""

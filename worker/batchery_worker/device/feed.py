@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -648,6 +648,13 @@ class Feed:
     def _may_be_plain(self) -> bool:
         """Whether nobody wants Celery's request of each job: no log, and no receivers."""
         return not (signals.task_received.receivers or trace.logger.isEnabledFor(logging.INFO))
+
+    def note_items(self, batch: DeviceBatch, places: Sequence[int]) -> None:
+        """Notes of a suspect which items have ended a device, and which one begins, the last."""
+        handle = batch.formed.jobs[0].payload.lease
+        if handle is not None:
+            with self.lock:
+                handle.store.note_items(handle.token, places)
 
     # The end
 

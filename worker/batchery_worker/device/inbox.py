@@ -14,6 +14,7 @@ from batchery.transport.suspects import (
     MAX_DELIVERY_DEATHS,
     build_delivery_field,
     build_expired_field,
+    build_items_field,
     build_suspect_field,
     read_deaths,
 )
@@ -152,10 +153,12 @@ class Inbox:
         if not ids:
             return [], ()
         store, suspects, unread = self._store, set(), set()
-        fields = [*ids, *map(build_delivery_field, ids), *map(build_expired_field, ids)]
-        counts: Any = store.client.hmget(store.keys.suspects, fields)
-        for suspect, deaths, read, expired, (token, _) in zip(
-            ids, counts, counts[len(ids) :], counts[2 * len(ids) :], payloads, strict=False
+        builders = (build_delivery_field, build_expired_field, build_items_field)
+        fields = [*ids, *(build(each) for build in builders for each in ids)]
+        found: Any = store.client.hmget(store.keys.suspects, fields)
+        columns = [found[start : start + len(ids)] for start in range(0, len(found), len(ids))]
+        for suspect, (token, _), deaths, read, expired, items in zip(
+            ids, payloads, *columns, strict=True
         ):
             if deaths is None and read is None and expired is None:
                 continue
@@ -163,6 +166,7 @@ class Inbox:
                 lease.suspect = suspect
                 lease.deaths = None if deaths is None else read_deaths(deaths)
                 lease.expired_s = None if expired is None else float(expired)
+                lease.dead_items = [int(each) for each in (items or b"").split()]
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
                 dead_letter_unread(self._app, store, token, reason)

@@ -1,12 +1,14 @@
 """Poison detection: which job killed its device, and what becomes of it.
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
-they run in halves of their batch, then alone. A job that kills twice while alone becomes a dead
-letter.
+they run in halves of their batch, then alone; alone, a job with several items runs them one by one.
+An item that kills then fails, and is not run again. A job that kills twice while alone otherwise
+becomes a dead letter.
 """
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,9 @@ from batchery_worker.ipc.messages import HISTORY, Handed
 from batchery_worker.job import Job
 
 logger = logging.getLogger(__name__)
+
+#: How many items of a job may kill their device process, each while it runs there alone.
+MAX_DEAD_ITEMS = 8
 
 #: How often a job may kill its device process, or its worker, while it runs there alone.
 MAX_DEATHS = 2
@@ -45,7 +50,7 @@ class PoisonDetector:
             self._settlement.fail(job.payload, TimeLimitExceeded(limit_s))
         elif deaths is None:
             self._scheduler.admit(job)
-        elif deaths.alone < MAX_DEATHS:
+        elif deaths.alone < MAX_DEATHS or 0 < len(find_dead_items(job.payload)) <= MAX_DEAD_ITEMS:
             among = max(1, deaths.group_size // 2)
             job = replace(job, deaths=deaths.alone, recovered=True, among=among)
             self._scheduler.quarantine(job)
@@ -63,6 +68,13 @@ class PoisonDetector:
         if call.lease is not None:
             dead_letter_on_ack(call.request.message, reason)
         self._settlement.fail(call, DeviceDied(reason))
+
+
+def find_dead_items(call: TaskCall) -> Sequence[int]:
+    """Places of the items of a job that have each ended a device."""
+    handle = call.lease
+    lease = None if handle is None else handle.store.leases.get(handle.token)
+    return () if lease is None else lease.dead_items
 
 
 def read_history(call: TaskCall) -> tuple[Deaths | None, float | None]:
