@@ -1,7 +1,9 @@
-"""Feeders of a card: same numbers as without, and every job answered whoever is killed."""
+"""Feeders of a card: same numbers as without, and every job answered whoever is killed.
+
+`CHAOS_FACTOR=10 make test TESTS=tests/integration/test_feeders.py` kills so many times more.
+"""
 
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,19 @@ from celery.result import AsyncResult
 
 from batchery import DeviceDied, InvalidItem, to_numpy
 from conftest import StartWorker
-from support.harness import PYTHONPATH, Worker, command_line, unsettled, wait_ended, wait_for
+from support.harness import (
+    PYTHONPATH,
+    Worker,
+    command_line,
+    queue_length,
+    unsettled,
+    wait_ended,
+    wait_for,
+)
 from support.patience import TIMEOUT_S, patient
+
+#: How many times more texts and kills than usual.
+FACTOR = int(os.environ.get("CHAOS_FACTOR", "1"))
 
 TEXTS = [f"text {number} " + "word " * (number % 40) for number in range(240)]
 
@@ -54,8 +67,8 @@ def find_feeders(worker: Worker, client: Celery) -> list[int]:
     return [devices[f"cpu/embed/{number}"]["pid"] for number in (1, 2)]
 
 
-def has_answered(jobs: list[AsyncResult[Any]], count: int) -> bool:
-    return sum(job.ready() for job in jobs) >= count
+def holds_fewer(redis_url: str, count: int) -> bool:
+    return queue_length(redis_url, "embed") + unsettled(redis_url) < count
 
 
 def send(client: Celery, name: str, items: list[Any], **keywords: Any) -> list[AsyncResult[Any]]:
@@ -97,16 +110,19 @@ def test_feeders_give_the_numbers_of_the_device_alone(
     assert worker.stop() == 0
 
 
+@pytest.mark.timeout(300 * FACTOR)
 def test_every_job_is_answered_whoever_is_killed(
     start_worker: StartWorker, client: Celery, settings: Path, redis_url: str
 ) -> None:
     worker = start_worker("batchery.app", "-Q", "embed", env={"LEASE_EXPIRY_S": "2"})
-    jobs = send(client, "embed", TEXTS * 4)
-    (card,) = find_processes(worker, "feeders")
-    before = find_feeders(worker, client)
-    for done, pid in ((50, before[0]), (400, card.pid)):
-        wait_for(partial(has_answered, jobs, done), f"{done} are done")
-        os.kill(pid, signal.SIGKILL)
+    jobs = send(client, "embed", TEXTS * 4 * FACTOR)
+    kills = 2 * FACTOR
+    for kill in range(kills):
+        left = len(jobs) - (kill + 1) * len(jobs) // (kills + 2)
+        wait_for(partial(holds_fewer, redis_url, left), f"{left} are left", TIMEOUT_S)
+        is_there = partial(find_processes, worker, ("device", "feeders")[kill % 2])
+        process = wait_for(is_there, "a process to kill")[0]
+        process.kill()
     vectors = [to_numpy(job.get(timeout=TIMEOUT_S)) for job in jobs]
     parts = [np.array(vectors[start :: len(TEXTS)]) for start in range(len(TEXTS))]
     assert max(np.ptp(part, axis=0).max() for part in parts) < 1e-5

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from time import monotonic
+from typing import Any, NoReturn
 
 import numpy as np
+from celery.exceptions import SoftTimeLimitExceeded
 
 from batchery import errors
 from batchery.execution.batch import prepare
@@ -50,6 +52,8 @@ class Part:
     places: Sequence[int]
     slot: int | None = None
     answer: Computed | None = None
+    #: Whether its batch waits for it no longer.
+    is_late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +124,12 @@ class FeederRunner:
             if not parts.left:
                 between.start_next()
             part = parts.sent[0]
-            answer = self._await(part, between)
+            answer = self._await(part, between, batch.work.soft_time_limit_s)
             parts.sent.popleft()
+            if answer is None:
+                late = Failed(SoftTimeLimitExceeded(batch.work.soft_time_limit_s))
+                outcomes = [late if at in part.places else each for at, each in enumerate(outcomes)]
+                continue
             results = self._read(part, parts, answer, batch.work)
             for place, outcome in zip(part.places, results, strict=True):
                 outcomes[place] = outcome
@@ -170,18 +178,26 @@ class FeederRunner:
         except OSError:
             wait_for_end()
 
-    def _await(self, part: Part, between: Between) -> Computed:
+    def _await(self, part: Part, between: Between, limit_s: float | None) -> Computed | None:
+        """The answer to a part; None if it has not come within the limit."""
+        began_s = monotonic()
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         while part.answer is None:
             if not poll.poll(LOOK_MS):
                 between.run_urgent()
+                if limit_s is not None and monotonic() - began_s > limit_s:
+                    part.is_late = True
+                    return None
                 continue
             try:
                 answer = read_computed(self._end)
             except (EOFError, OSError):
                 wait_for_end()
-            self._sent.pop(answer.slot).answer = answer
+            answered = self._sent.pop(answer.slot)
+            answered.answer = answer
+            if answered.is_late:
+                self._free.append(answer.slot)
         return part.answer
 
     def _read(self, part: Part, parts: Parts, answer: Computed, work: Work) -> Iterator[Any]:
@@ -206,9 +222,10 @@ class FeederRunner:
         os._exit(EX_UNAVAILABLE)
 
 
-def wait_for_end() -> None:
+def wait_for_end() -> NoReturn:
     """Waits until the thread that watches the card's process ends this one."""
-    threading.Event().wait()
+    while True:
+        threading.Event().wait()
 
 
 def cut_parts(items: Sequence[Any], max_tokens: int) -> list[list[int]]:
