@@ -123,6 +123,10 @@ class FeederRunner:
             self._send(batch, parts)
             if not parts.left:
                 between.start_next()
+            if not parts.sent:
+                # Parts that came too late have all the room.
+                self._read_answer()
+                continue
             part = parts.sent[0]
             answer = self._await(part, between, batch.work.soft_time_limit_s)
             parts.sent.popleft()
@@ -189,16 +193,20 @@ class FeederRunner:
                 if limit_s is not None and monotonic() - began_s > limit_s:
                     part.is_late = True
                     return None
-                continue
-            try:
-                answer = read_computed(self._end)
-            except (EOFError, OSError):
-                wait_for_end()
-            answered = self._sent.pop(answer.slot)
-            answered.answer = answer
-            if answered.is_late:
-                self._free.append(answer.slot)
+            else:
+                self._read_answer()
         return part.answer
+
+    def _read_answer(self) -> None:
+        """Reads what the card says next, of whichever part."""
+        try:
+            answer = read_computed(self._end)
+        except (EOFError, OSError):
+            wait_for_end()
+        part = self._sent.pop(answer.slot)
+        part.answer = answer
+        if part.is_late:
+            self._free.append(answer.slot)
 
     def _read(self, part: Part, parts: Parts, answer: Computed, work: Work) -> Iterator[Any]:
         """The results of a part."""
