@@ -26,8 +26,6 @@ KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
     "rerank": "batchery_worker.models.classification:RerankModel",
-    "token_classification": "batchery_worker.models.classification:TokenClassificationModel",
-    "zero_shot": "batchery_worker.models.classification:ZeroShotModel",
     "sparse_embedding": "batchery_worker.models.embedding:SparseEmbeddingModel",
     "multi_vector_embedding": "batchery_worker.models.embedding:MultiVectorEmbeddingModel",
     "generation": "batchery_worker.models.generation.model:GenerationModel",

@@ -53,8 +53,6 @@ class ModelSettings(BaseModel):
         "embedding",
         "classification",
         "rerank",
-        "token_classification",
-        "zero_shot",
         "sparse_embedding",
         "multi_vector_embedding",
         "generation",
