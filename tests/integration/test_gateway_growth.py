@@ -57,8 +57,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["a"]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": ["a"]},
-    "/v1/embed": {"texts": ["a"]},
-    "/v2/embed": {"texts": ["a"], "model": "embedding"},
     "/v1/rerank": {"query": "a", "documents": ["a"]},
     "/v2/rerank": {"query": "a", "documents": ["a"], "model": "rerank"},
     "/embed": {"inputs": ["a"]},

@@ -203,11 +203,8 @@ class BatchedCall(Generic[T, R]):
             *(keywords, key, thread.usual_lane, own),
         )
         if own is not USUAL_CALL or options.small_batch_threshold is not None:
-            call.lane = Lane(
-                own.priority_class or thread.usual_lane.priority_class,
-                own.tenant,
-                len(items) > (options.small_batch_threshold or inf),
-            )
+            name = own.priority_class or thread.usual_lane.priority_class
+            call.lane = Lane(name, is_large=len(items) > (options.small_batch_threshold or inf))
         if thread.runner.collator is not None:
             _check_items(call, thread.runner.collator)
         elif options.length is not None:

@@ -31,7 +31,6 @@ class BatcherOptions:
         small_batch_threshold: Calls with up to so many items do not wait behind those with more.
         classes: Share of each priority class, above 0, highest class first. Calls that name no
             class are of the first one.
-        shed_late: Whether calls fail with `DeadlineExceeded` that cannot make their deadline.
         max_waiting: Maximum number of items that wait; None for no limit. Calls beyond it raise
             `QueueFull`. A single call with more items than that goes in when nothing else waits.
         pad: Of items that are dicts of arrays; see `Collator`, as for the others.
@@ -46,7 +45,6 @@ class BatcherOptions:
     target_latency_ms: float | None = None
     small_batch_threshold: int | None = None
     classes: Mapping[str, float] = field(default_factory=lambda: USUAL_CLASSES)
-    shed_late: bool = False
     max_waiting: int | None = None
     pad: Mapping[str, float] | None = None
     mask: str | None = None
@@ -85,25 +83,17 @@ class CallOptions:
     Attributes:
         timeout_s: How long the caller waits, in seconds; then `NoResult` is raised, and what has
             not begun is dropped. None waits without end.
-        deadline_s: In how many seconds the call should be answered. In its lane it goes before
-            calls that have more time.
         priority_class: A name of `classes`; the first one where unset.
-        tenant: For whom it runs. Tenants of one class have equal shares of it.
         return_exceptions: Whether a call with a list gets exceptions in the places of items that
             failed, as from `asyncio.gather`. Otherwise the first one is raised.
     """
 
     timeout_s: float | None = None
-    deadline_s: float | None = None
     priority_class: str | None = None
-    tenant: str = ""
     return_exceptions: bool = False
 
     def __post_init__(self) -> None:
         check_number("timeout_s", self.timeout_s, optional=True)
-        check_number("deadline_s", self.deadline_s, optional=True)
-        if not isinstance(self.tenant, str):
-            raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
 
 
 def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None:
