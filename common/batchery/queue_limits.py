@@ -5,7 +5,7 @@ anything. What was accepted is never given up.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import redis
@@ -32,20 +32,17 @@ class Waiting(NamedTuple):
     jobs: int
     #: How long the oldest has waited, in seconds; None if there is none, or it does not say.
     oldest_s: float | None = None
-    #: Ids of the jobs next in turn that do not say when they were sent.
-    undated: Sequence[bytes] = ()
 
     @classmethod
-    def read(cls, jobs: int, sent_at: bytes, *undated: bytes) -> "Waiting":
+    def read(cls, jobs: int, sent_at: bytes) -> "Waiting":
         """As a script reports them; `sent_at` is empty if the oldest does not say."""
         oldest_s = max(0.0, time.time() - float(sent_at)) if sent_at else None
-        return cls(int(jobs), oldest_s, undated)
+        return cls(int(jobs), oldest_s)
 
     def add(self, other: "Waiting") -> "Waiting":
         """Both together."""
         ages_s = [each.oldest_s for each in (self, other) if each.oldest_s is not None]
-        undated = (*self.undated, *other.undated)
-        return Waiting(self.jobs + other.jobs, max(ages_s, default=None), undated)
+        return Waiting(self.jobs + other.jobs, max(ages_s, default=None))
 
 
 class Destination(NamedTuple):

@@ -25,7 +25,6 @@ from batchery.cli.app import (
     timeout_option,
 )
 from batchery.cli.console import AWAY, render
-from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
     PATIENCE_S,
     Survey,
@@ -93,10 +92,8 @@ class Deployment:
 
     @cached_property
     def survey(self) -> Survey:
-        """What workers say, and what waits, also in queues that nobody knows."""
-        known = {*app_queues(self.app), JOBS_QUEUE}
-        strays = StrayQueues(self.app).look(known, ALL_CALLS)
-        return survey(self.app, self._timeout_s, {*known, *strays})
+        """What workers say, and what waits."""
+        return survey(self.app, self._timeout_s, {*app_queues(self.app), JOBS_QUEUE})
 
     @cached_property
     def consumed(self) -> Mapping[str, set[str]]:
@@ -258,7 +255,7 @@ def find_stock(on: Deployment) -> Iterator[str]:
     "celery -A APP worker -Q QUEUE  # or send to the queue that was meant",
 )
 def find_unserved(on: Deployment) -> Iterator[str]:
-    """Queues with jobs that no worker consumes, such as a misspelt one."""
+    """Queues of the app with jobs that no worker consumes, such as one whose `-Q` is misspelt."""
     consumed = set[str]().union(*on.consumed.values())
     for queue, jobs in on.survey.queues.items():
         if jobs and queue not in consumed:

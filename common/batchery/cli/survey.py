@@ -2,10 +2,9 @@
 
 import difflib
 import re
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -71,8 +70,6 @@ class Survey:
             None if the broker is not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
         is_asked: Whether workers were asked for their figures.
-        undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
-        strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
         unserved: Queues with jobs that no worker consumes, as far as workers say what they do.
     """
 
@@ -84,8 +81,6 @@ class Survey:
     scheduled: int | None = None
     memory: RedisMemory | None = None
     is_asked: bool = True
-    undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
-    strays: Mapping[str, int] = field(default_factory=dict)
     unserved: Collection[str] = ()
 
     @cached_property
@@ -130,32 +125,6 @@ class Survey:
             "dead_letters": self.dead_letters,
             "oldest_s": {**self.oldest_s},
         }
-
-
-class FirstSeen:
-    """For how long jobs have waited that do not say when they were sent, as of plain clients. Pure.
-
-    It remembers when such a job was first seen next in turn in its queue.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        #: By queue and id; only of the jobs of the last survey.
-        self._seen_s: dict[tuple[str, bytes], float] = {}
-
-    def date(self, survey: Survey) -> Survey:
-        """The survey with the ages of these jobs, which may be older: they had other turns before.
-
-        Args:
-            survey: Later than the one before.
-        """
-        now_s = self._clock()
-        heads = [(queue, id_) for queue, ids in survey.undated.items() for id_ in ids]
-        self._seen_s = {head: self._seen_s.get(head, now_s) for head in heads}
-        oldest_s = {**survey.oldest_s}
-        for (queue, _), seen_s in self._seen_s.items():
-            oldest_s[queue] = max(oldest_s.get(queue) or 0.0, now_s - seen_s)
-        return replace(survey, oldest_s=oldest_s)
 
 
 def survey(
@@ -208,7 +177,6 @@ def survey(
             else sum(each.scheduled for each in live) + _count_later(connection, client, waiting),
             None if client is None else _read_memory(client),
             is_asked=asks,
-            undated={name: each.undated for name, each in waiting.items()},
             unserved={name for name, each in waiting.items() if each.jobs} - consumed,
         )
 

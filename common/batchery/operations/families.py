@@ -236,7 +236,6 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
     for name, text, rows in (
         ("waiting_jobs", "Messages that no live worker holds.", survey.queues.items()),
         ("leased_jobs", "That live workers hold.", survey.leased.items()),
-        ("stray_jobs", "In unknown queues.", survey.strays.items()),
         ("oldest_job_seconds", "Age of the oldest not begun.", ages),
     ):
         yield _family(f"batchery_queue_{name}", text, ("queue",), rows)
