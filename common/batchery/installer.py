@@ -83,7 +83,7 @@ def register(
         options: Keyword arguments of the model's constructor.
         task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on. A `StepModel` has
             `slots` in place of all limits of batches; given by path, it must have it here. Also
-            `devices`, `replicas` and `pinned`, as in the settings of a model.
+            `devices` and `pinned`, as in the settings of a model.
 
     Returns:
         The task: `register(...).delay("some text").get()`.

@@ -31,7 +31,7 @@ DECIDED_BY_FILE = {
 }
 
 #: Where a model is: options that its task has, too.
-PLACE_OPTIONS = ("devices", "replicas", "pinned")
+PLACE_OPTIONS = ("devices", "pinned")
 
 #: Settings of a model that are options of its task, by the same name: limits of its batches, and
 #: how long their results are kept.
@@ -147,9 +147,6 @@ class ModelSettings(BaseModel):
     )
     devices: list[str] | None = Field(
         None, min_length=1, description="Devices of the worker that have it; all if unset."
-    )
-    replicas: PositiveInt | None = Field(
-        None, description="On how many devices it is; the worker chooses which."
     )
     pinned: bool = Field(
         False, description="Whether it stays loaded, whatever else needs the memory."

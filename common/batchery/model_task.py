@@ -36,9 +36,8 @@ class ModelTask(BatchTask):
     #: Other names of the model, with commas between them; None if it has none.
     model_aliases: str | None = None
 
-    #: Devices of a worker that have it, or how many of them; None for all.
+    #: Devices of a worker that have it; None for all.
     devices: Sequence[str] | None = None
-    replicas: int | None = None
     #: Whether it stays loaded, whatever else needs the memory of its devices.
     pinned: bool = False
 
