@@ -22,7 +22,6 @@ from batchery.outcomes import Failed
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner, Item
 from batchery_worker.inprocess.calls import Call, settle
-from batchery_worker.inprocess.tensors import Features
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 #: Put behind the last call.
@@ -217,13 +216,9 @@ class BatcherThread:
                 call.set_result(None)
 
     def _admit_items(self, call: Call) -> None:
-        """Makes jobs of the items that were not refused; they wait for their turn."""
-        spelled, key = "", BatchKey(self.name, call.key) if call.key else self._usual_key
-        for index, item in enumerate(call.items):
-            if call.outcomes[index] is not None:
-                continue
-            if isinstance(item, Features) and item.key != spelled:
-                spelled, key = item.key, BatchKey(self.name, f"{call.key} {item.key}")
+        """Makes jobs of the items; they wait for their turn."""
+        key = BatchKey(self.name, call.key) if call.key else self._usual_key
+        for index in range(len(call.items)):
             payload = call, index
             self._scheduler.admit(Job("", key, self._limits, 1, call.sent_s, payload, call.lane))
 

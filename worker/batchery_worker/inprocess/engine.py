@@ -20,7 +20,6 @@ from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.options import (
-    ARRAY_OPTIONS,
     BatcherOptions,
     CallOptions,
     check_names,
@@ -34,7 +33,7 @@ from batchery_worker.work import Work
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
 
 #: Options of `batched` that engines have not, or have as arguments.
-NOT_OF_ENGINES = ("length", "max_batch_tokens", *ARRAY_OPTIONS)
+NOT_OF_ENGINES = ("length", "max_batch_tokens")
 
 
 class EngineCall(BatchedCall[Any, Any]):
@@ -117,8 +116,7 @@ class Engine(EngineCall):
             device: As torch spells it; None for the first one of the setting `devices`.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
-            options: Those of `batched`, but for `length` and those for arrays; by default the
-                settings of their names.
+            options: Those of `batched`, but for `length`; by default the settings of their names.
 
         Raises:
             SettingsError: There is no such model or device, it runs in slots, or a setting is

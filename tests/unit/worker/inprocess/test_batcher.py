@@ -341,7 +341,6 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         ({"classes": {}}, "give the share of each"),
         ({"classes": ["a"]}, "give the share of each"),
         ({"length": 3}, "length=3: give a function"),
-        ({"length": len, "pad": {}}, "length: items that are dicts of arrays"),
         ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
         ({"max_waiting": 0}, "max_waiting=0"),
         ({"batch_size": 2}, "there is no option batch_size; there are max_batch_size, "),
