@@ -66,8 +66,8 @@ class Survey:
         oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
             where it does not say when it was sent, and where no message waits.
         leased: Messages that live workers hold, by queue; none where the broker is not a Redis.
-        scheduled: How many messages wait for their time, beside their queues or with a worker;
-            None if the broker is not a Redis.
+        scheduled: How many messages wait for their time, beside their queues; None if the broker is
+            not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
         is_asked: Whether workers were asked for their figures.
         unserved: Queues with jobs that no worker consumes, as far as workers say what they do.
@@ -172,9 +172,7 @@ def survey(
             None if letters is None else len(letters),
             {name: each.oldest_s for name, each in waiting.items()},
             leased,
-            None
-            if client is None
-            else sum(each.scheduled for each in live) + _count_later(connection, client, waiting),
+            None if client is None else _count_later(connection, client, waiting),
             None if client is None else _read_memory(client),
             is_asked=asks,
             unserved={name for name, each in waiting.items() if each.jobs} - consumed,
