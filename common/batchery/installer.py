@@ -150,7 +150,6 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         name,
         model,
         queue=settings.queue,
-        model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,

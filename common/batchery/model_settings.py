@@ -68,7 +68,7 @@ class ModelSettings(BaseModel):
         None, description="Queue of its jobs; the model's own name where unset."
     )
     aliases: list[str] = Field(
-        [], description="Other names by which `batchery submit` and OpenAI's files may call it."
+        [], description="Other names by which requests over HTTP may call it."
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Number format; auto is bf16 where the device is fast at it, else fp32."

@@ -33,9 +33,6 @@ class ModelTask(BatchTask):
     #: `queue`, which Celery 6 will ignore.
     model_queue: str
 
-    #: Other names of the model, with commas between them; None if it has none.
-    model_aliases: str | None = None
-
     #: Devices of a worker that have it; None for all.
     devices: Sequence[str] | None = None
     #: Whether it stays loaded, whatever else needs the memory of its devices.

@@ -1,7 +1,6 @@
 """What workers do and serve, and what waits in queues, at one moment."""
 
 import difflib
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from batchery.protocol.commands import FIGURES
 from batchery.protocol.figures import WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
+from batchery.task import BatchTask
 from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery.transport.redis_schema import Keys, later_sets, transport_scripts
@@ -31,17 +31,8 @@ PATIENCE_S = 15.0
 #: How long all others are awaited, in seconds: nobody knows how many there are.
 DISCOVERY_S = 1.0
 
-#: A task in the answer to `celery inspect registered FIELD ...`: `name [field=value field=value]`.
-ANSWER = re.compile(r"(?P<name>\S+)(?: \[(?P<fields>.*)\])?")
-
-#: Where one of its fields ends and the next one begins.
-NEXT_FIELD = re.compile(r" (?=\w+=)")
-
 #: Maximum number of tasks that a message names.
 MAX_NAMED = 8
-
-#: Attributes of a task, by task, by worker.
-Registered = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 class RedisMemory(NamedTuple):
@@ -201,12 +192,9 @@ def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set
     ]
     names = {each.name for each in live if each.name is not None}
     if len(names) < len(live) or app.connection_for_read().transport.driver_type != "redis":
-        tasks = registered_tasks(app, ["is_installed"], DISCOVERY_S)
-        names |= {
-            name
-            for name, each in tasks.items()
-            if any(info.get("is_installed") == "True" for info in each.values())
-        }
+        batch = {name for name, task in app.tasks.items() if isinstance(task, BatchTask)}
+        found = registered_tasks(app, DISCOVERY_S)
+        names |= {name for name, tasks in found.items() if not batch.isdisjoint(tasks)}
     return names
 
 
@@ -224,57 +212,33 @@ def ask_workers(
 
 def registered_tasks(
     app: Celery,
-    fields: Iterable[str],
     timeout_s: float,
     limit: int | None = None,
     names: Collection[str] | None = None,
-) -> Registered:
-    """Asks workers for their tasks, without Celery's own.
+) -> Mapping[str, Collection[str]]:
+    """Asks workers for the names of their tasks, without Celery's own.
 
     Args:
         app: The app whose broker is asked.
-        fields: Attributes of tasks; an answer has those that are not None, as text.
         timeout_s: How long answers are collected, in seconds.
         limit: Number of answers that are enough; None for all workers'.
         names: Of the workers; None for all.
     """
     replies = app.control.broadcast(
         "registered",
-        arguments={"taskinfoitems": list(fields)},
         destination=None if names is None else sorted(names),
         reply=True,
         timeout=timeout_s,
         limit=limit,
     )
-    return parse_registered(flatten_reply(replies or []))
+    answers = flatten_reply(replies or [])
+    return {worker: tasks for worker, tasks in answers.items() if isinstance(tasks, list)}
 
 
 def consumed_queues(app: Celery) -> dict[str, set[str]]:
     """Names of the queues that each worker consumes, of those that answer soon; any worker may."""
     answers = app.control.inspect(timeout=DISCOVERY_S).active_queues() or {}
     return {worker: {each["name"] for each in queues} for worker, queues in answers.items()}
-
-
-def parse_registered(answers: Mapping[str, Any]) -> Registered:
-    """Reads each worker's answer; one that is no list of tasks is left out."""
-    return {
-        worker: dict(map(_parse, tasks))
-        for worker, tasks in sorted(answers.items())
-        if isinstance(tasks, list)
-    }
-
-
-def _parse(task: str) -> tuple[str, Mapping[str, str]]:
-    found = ANSWER.fullmatch(task)
-    if found is None:
-        return task, {}
-    pairs = [field.partition("=") for field in NEXT_FIELD.split(found["fields"] or "") if field]
-    return found["name"], {name: value for name, _, value in pairs}
-
-
-def aliases_in(info: Mapping[str, str]) -> list[str]:
-    """The aliases of a model, which its worker spells in one text."""
-    return [alias for alias in info.get("model_aliases", "").split(",") if alias]
 
 
 def name_tasks(name: str, names: Iterable[str]) -> str:
