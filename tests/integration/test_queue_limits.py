@@ -15,7 +15,6 @@ from kombu.exceptions import OperationalError
 
 from batchery import AsyncClient, BatchTask, BrokerRefused, Client, QueueFull, install
 from batchery_producer import Ending, Summary, submit_file
-from batchery_producer.publisher import Publisher
 from support.harness import wait_for
 from support.patience import patient
 
@@ -143,12 +142,6 @@ def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, ba
     wait_for(lambda: bare.llen("echo") == 3, "the class is full again")
     caller.join(5 * limit_s)
     assert [each > began_s + 0.7 * limit_s for each in raised_s] == [True]
-
-
-def test_a_publishers_own_limit_takes_the_place_of_the_classes(app: Celery, bare: Any) -> None:
-    with Publisher(app, "echo", max_waiting=5, wait_s=0) as publisher:
-        publisher.send([(uuid(), number) for number in range(5)])
-    assert bare.llen("echo") == 5
 
 
 def test_a_coroutine_is_refused_at_once(app: Celery, bare: Any) -> None:
