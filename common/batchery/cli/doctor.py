@@ -227,16 +227,6 @@ def find_no_worker(on: Deployment) -> Iterator[str]:
 
 
 @check(
-    *("worker-silent", "warning", "it is very busy, or hangs; its jobs wait"),
-    "celery -A APP inspect ping  # and its log",
-)
-def find_silent(on: Deployment) -> Iterator[str]:
-    """Workers that live, by what Redis knows, and give no figures."""
-    for worker, why in on.survey.problems().items():
-        yield f"{worker}: {why}"
-
-
-@check(
     *("worker-stock", "warning", "it runs items one by one, and dead it holds jobs for an hour"),
     "batchery.install(app)  # or for plain workers: celery -A APP worker -Q OTHER",
 )
@@ -261,16 +251,6 @@ def find_unserved(on: Deployment) -> Iterator[str]:
         if jobs and queue not in consumed:
             text = f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
             yield text + nearest_name(queue, sorted(consumed))
-
-
-@check(
-    *("dead-letters", "warning", "nobody can run these messages, and they stay"),
-    "batchery dead list -A APP",
-)
-def find_dead_letters(on: Deployment) -> Iterator[str]:
-    """Messages that could not be run."""
-    if on.survey.dead_letters:
-        yield counted(on.survey.dead_letters, "dead letter")
 
 
 # What was found
