@@ -191,12 +191,16 @@ def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
     including = start_gateway(
         "-A",
         "apps.including",
-        gateway={"tasks": ["apps.included.*"]},
+        gateway={"tasks": ["*"]},
         environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
     )
     body = {"item": "A", "wait_s": 0}
     assert call(including, "POST", "/tasks/apps.included.whisper", body).status_code == 202
     assert queue_length(redis_url, "included") == 1
+    # Those of Celery itself and of the gateway are none of items.
+    for name in ("celery.backend_cleanup", "batchery.gateway.webhook"):
+        refused = call(including, "POST", f"/tasks/{name}", body)
+        assert (refused.status_code, "is no batch task" in refused.text) == (422, True)
 
 
 @pytest.fixture
