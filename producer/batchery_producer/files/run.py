@@ -371,7 +371,7 @@ def submit_file(
     dataset = Dataset(source, options)
     files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
-    settings = {"task": run.task, "kwargs": options.keywords or {}, "ordered": options.ordered}
+    settings = {"task": run.task, "kwargs": options.keywords or {}}
     with closing(Feed(dataset.checked(), options.window)) as rows, files:
         try:
             rows.begin(options.stop)
