@@ -34,7 +34,7 @@ BENCH ?= queue
 # Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.
 MATRIX ?= 5.10.4 5.16.1
 
-# `make demo KEEP=1` leaves Redis and worker up until Ctrl-C; `make demo-chat KEEP=1` answers
+# `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C; `make demo-chat KEEP=1` answers
 # what you type.
 KEEP ?=
 
@@ -64,7 +64,7 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(DEMO_INSTALLED) ## embed real text through Redis and Celery (KEEP=1 leaves them up)
+demo: $(DEMO_INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
 	$(PY) -m benchmarks.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 demo-chat: $(DEMO_INSTALLED) ## ask the Python reference questions, and read answers as they are written

@@ -1,7 +1,7 @@
 """`make demo`: embeds the Python language reference, and asks it questions.
 
-Everything is real: a private Redis, a Celery worker with MiniLM, and the bulk producer. The same
-texts go through the same worker twice, in batches and one by one; batches must win.
+Everything is real: a private Redis, a Celery worker with MiniLM, Flower, and the bulk producer. The
+same texts go through the same worker twice, in batches and one by one; batches must win.
 """
 
 import argparse
@@ -152,14 +152,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many paragraphs")
     options = parser.parse_args()
     console = Console(highlight=False)
-    console.print("Starting Redis, and a worker with MiniLM ...")
+    console.print("Starting Redis, a worker with MiniLM, and Flower ...")
     os.environ["BATCHERY_MODELS"] = json.dumps(MODELS)
     with (
         one_line_errors(),
         tempfile.TemporaryDirectory(prefix="batchery-demo-") as folder,
-        Stack() as stack,
+        Stack(flower=True) as stack,
     ):
         won = demo(console, Path(folder), stack, paragraphs()[: options.limit])
+        if stack.flower_url:
+            console.print(f"Flower saw every job: {stack.flower_url}/tasks")
         if options.keep:
             console.print(f"Redis: {stack.redis_url}\nCtrl-C stops everything.")
             stack.wait()

@@ -26,3 +26,4 @@ def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_p
     assert done.returncode == 0 or lost, done.stderr
     for words in (*demo.QUESTIONS, "jobs/s", "mean batch", "padding waste", "waited", "forward"):
         assert words in done.stdout
+    assert "Flower saw every job: http://127.0.0.1:" in done.stdout

@@ -1,4 +1,4 @@
-"""`batchery up`: Redis, a worker and the gateway start together, and leave nothing."""
+"""`batchery up`: Redis, a worker, Flower and the gateway start together, and leave nothing."""
 
 import contextlib
 import json
@@ -70,7 +70,7 @@ START_S = patient(90.0)
 
 
 #: A line of what `up` says when all are ready: what it is, and its URL.
-FACT = re.compile(r"^(Redis|Gateway) +(\S+://\S+)$", re.MULTILINE)
+FACT = re.compile(r"^(Redis|Flower|Gateway) +(\S+://\S+)$", re.MULTILINE)
 
 
 class Up:
@@ -130,9 +130,10 @@ class Up:
         path: str,
         body: bytes | None = None,
         kind: str = "application/json",
+        name: str = "Gateway",
     ) -> Any:
-        """What the gateway answers."""
-        url = f"{self.urls['Gateway']}{path}"
+        """What the gateway answers, or Flower."""
+        url = f"{self.urls[name]}{path}"
         request = urllib.request.Request(url, body, {"Content-Type": kind})
         try:
             with urllib.request.urlopen(request, timeout=patient(60)) as answer:
@@ -181,16 +182,24 @@ def run_beside(up: Up, folder: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_job_runs_through_it_and_ctrl_c_ends_all(start_up: StartUp, tmp_path: Path) -> None:
+def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
+    start_up: StartUp, tmp_path: Path
+) -> None:
     up = start_up("-A", "shop").ready()
     with up.client() as client:
         job_id = client.send_task("shout", ["hello"]).id
         assert client.AsyncResult(job_id).get(timeout=patient(30)) == "HELLO"
+
+    def listed() -> Any:
+        tasks = up.ask("/api/tasks", name="Flower")
+        return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
+
+    wait_for(listed, "Flower lists the job as done")
     code, out = run_beside(up, tmp_path, "stats", "-A", "shop", "--json")
     assert (code, len(json.loads(out)["workers"])) == (0, 1)
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
-    for name in ("redis", "worker", "gateway"):
+    for name in ("redis", "worker", "flower", "gateway"):
         assert f"{name:<7} | " in up.log
     # A line for the batch, and none for the job and its result.
     assert "1 item, waited" in up.log
@@ -205,7 +214,7 @@ def test_sigterm_lets_the_running_job_finish(
     start_up: StartUp, tmp_path: Path, redis_url: str
 ) -> None:
     napping = tmp_path / "napping"
-    up = start_up("-A", "shop", "--redis", redis_url, "--no-gateway").ready()
+    up = start_up("-A", "shop", "--redis", redis_url, "--no-flower", "--no-gateway").ready()
     with open_redis(redis_url) as client:
         app = Celery(broker=redis_url, set_as_current=False)
         job_id = app.send_task("nap", [str(napping)]).id
@@ -220,7 +229,7 @@ def test_sigterm_lets_the_running_job_finish(
 
 def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: Path) -> None:
     napping = tmp_path / "napping"
-    up = start_up("-A", "shop", "--no-gateway").ready()
+    up = start_up("-A", "shop", "--no-flower", "--no-gateway").ready()
     with up.client() as client:
         client.send_task("nap", [str(napping), 100])
         wait_for(napping.exists, "the job runs")
@@ -285,7 +294,7 @@ def test_modules_of_the_folder_do_not_hide_pythons_own(start_up: StartUp, tmp_pa
 
 
 def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -> None:
-    up = start_up("-A", "no_such_app")
+    up = start_up("-A", "no_such_app", "--no-flower")
     assert up.ended() == 2
     reason = "The module no_such_app was not found."
     assert f"worker  | {reason}\n" in up.log

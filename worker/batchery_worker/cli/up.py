@@ -1,4 +1,4 @@
-"""`batchery up`: Redis, a worker and the HTTP gateway in one terminal."""
+"""`batchery up`: Redis, a worker, Flower and the HTTP gateway in one terminal."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ from batchery.settings import Settings
 from batchery_worker.devstack.stack import Stack
 
 #: Colours of the prefixes.
-COLOURS = {"redis": "red", "worker": "green", "gateway": "blue", "up": "white"}
+COLOURS = {"redis": "red", "worker": "green", "flower": "magenta", "gateway": "blue", "up": "white"}
 
 NO_MODELS = """\
 no models configured: write a file batchery.toml here, such as
@@ -31,18 +31,20 @@ _printing = threading.Lock()
 @click.argument("worker_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORKER_OPTION...]")
 @click.option("-A", "--app", default=DEFAULT_APP, help="The Celery app.")
 @click.option("--redis", "redis_url", metavar="URL", help="A Redis of yours, not a private one.")
+@click.option("--no-flower", is_flag=True, help="Run without Flower.")
 @click.option("--no-gateway", is_flag=True, help="Run without the HTTP gateway.")
 def up(
     *,
     worker_options: Sequence[str],
     app: str,
     redis_url: str | None,
+    no_flower: bool,
     no_gateway: bool,
 ) -> None:
-    """Run Redis, a worker and the HTTP gateway in this terminal.
+    """Run Redis, a worker, Flower and the HTTP gateway in this terminal.
 
-    The Redis is a private one, unless --redis or the setting redis_url names another. The gateway
-    gets another port if its own is taken. What stands behind -- goes to `celery worker`,
+    The Redis is a private one, unless --redis or the setting redis_url names another. Flower and
+    the gateway get another port if theirs is taken. What stands behind -- goes to `celery worker`,
     such as -Q and -c. What to export for other commands is printed once all are ready. Ctrl-C stops
     all in order; a second Ctrl-C kills.
     """
@@ -54,6 +56,7 @@ def up(
     stack = Stack(
         app,
         redis_url=redis_url or "",
+        flower=not no_flower,
         gateway=not no_gateway,
         worker_arguments=["--loglevel=INFO", *worker_options],
         on_line=print_line,
@@ -88,6 +91,7 @@ def summary(stack: Stack, app: str, model: str | None, is_private: bool) -> str:
     submit = f"  batchery submit texts.txt --task {model} -o results.jsonl\n" if is_default else ""
     return (
         f"\nRedis    {url}"
+        f"\nFlower   {stack.flower_url or 'does not run'}"
         f"\nGateway  {stack.gateway_url or 'does not run'}"
         "\n\nIn another terminal; Ctrl-C here stops all:\n"
         + "".join(f"  export {name}={url}\n" for name in names if is_private)

@@ -1,1 +1,1 @@
-"""Redis, worker and gateway as child processes: for demos, tests and use on one machine."""
+"""Redis, worker and Flower as child processes: for demos, tests and use on one machine."""

@@ -1,4 +1,4 @@
-"""Redis, a worker and the HTTP gateway as child processes, for `batchery up`."""
+"""Redis, Flower, a worker and the HTTP gateway as child processes, for `batchery up`."""
 
 import contextlib
 import importlib.util
@@ -37,8 +37,14 @@ POLL_S = 0.2
 #: Address of what only this machine may reach.
 LOOPBACK = "127.0.0.1"
 
-#: Who stops first: the gateway's callers wait for the worker.
-STOP_ORDER = ("gateway", "worker", "redis")
+#: Port of Flower, if nobody listens there.
+FLOWER_PORT = 5555
+
+#: What is not there without its extra -> the extra.
+EXTRAS = {"flower": ("flower", "monitor"), "gateway": ("fastapi", "gateway")}
+
+#: Who stops first: the gateway's callers wait for the worker, and Flower watches it to its end.
+STOP_ORDER = ("gateway", "worker", "flower", "redis")
 
 #: Where Celery looks for a broker before it looks into an app.
 BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
@@ -46,7 +52,7 @@ BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_U
 
 @dataclass
 class Stack:
-    """Redis, a worker, the gateway; none outlives the process that started them.
+    """Redis, Flower, a worker, the gateway; none outlives the process that started them.
 
     ```python
     with Stack() as stack:
@@ -57,21 +63,26 @@ class Stack:
         app: The Celery app, as for `celery -A`.
         redis_url: A Redis that runs already; empty for a private one, whose URL it is from its
             start on, with its password.
+        flower: Whether Flower runs, if it is installed: at port 5555, or a free one.
         gateway: Whether the HTTP gateway runs, if it is installed: at the address of the settings,
             and if somebody listens there, at a free port.
         worker_arguments: Further arguments of `celery worker`.
-        on_line: Called with `redis`, `worker` or `gateway` and a line of its log, from threads.
+        on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log, from
+            threads.
+        flower_url: URL of Flower; None if it does not run.
         gateway_url: URL of the gateway; None if it does not run.
-        worker_name: Name of the worker, by which `celery inspect` knows it.
-        processes: What was started, by `redis`, `worker` and `gateway`.
+        worker_name: Name of the worker, by which Flower and `celery inspect` know it.
+        processes: What was started, by `redis`, `worker`, `flower` and `gateway`.
     """
 
     app: str = DEFAULT_APP
     _: KW_ONLY
     redis_url: str = ""
+    flower: bool = False
     gateway: bool = False
     worker_arguments: Sequence[str] = ()
     on_line: Callable[[str, str], None] = lambda _name, _line: None
+    flower_url: str | None = field(default=None, init=False)
     gateway_url: str | None = field(default=None, init=False)
     processes: dict[str, GuardedProcess] = field(default_factory=dict, init=False)
     _is_ready: bool = field(default=False, init=False)
@@ -89,12 +100,16 @@ class Stack:
         """
         try:
             self._start_redis()
-            options = ["worker", f"--hostname={self.worker_name}"]
+            if self.flower and self._is_installed("flower"):
+                # Before the worker, so that it hears of each job.
+                self._start_flower()
+                self._wait_until(lambda: _listens(self.flower_url))
+            options = ["worker", "--task-events", f"--hostname={self.worker_name}"]
             self._run("worker", WORKER, "-A", self.app, *options, *self.worker_arguments)
             worker = self.processes["worker"]
             self._wait_until(lambda: READY in worker.tail())
             # Not before: it would find that a model which takes long to load has no worker.
-            if self.gateway and self._has_gateway():
+            if self.gateway and self._is_installed("gateway"):
                 self._start_gateway()
                 self._wait_until(lambda: _listens(self.gateway_url))
         except BaseException:
@@ -142,6 +157,14 @@ class Stack:
         assert redis.process is not None
         self.processes["redis"], self.redis_url = redis.process, redis.url
 
+    def _start_flower(self) -> None:
+        port = free_port(LOOPBACK, FLOWER_PORT)
+        options = ["flower", f"--address={LOOPBACK}", f"--port={port}"]
+        # Who can reach 127.0.0.1 can also reach the Redis: a password protects nothing.
+        variables = {"FLOWER_UNAUTHENTICATED_API": "true"}
+        self._run("flower", "celery", "-A", self.app, *options, variables=variables)
+        self.flower_url = f"http://{LOOPBACK}:{port}"
+
     def _start_gateway(self) -> None:
         settings = Settings.load().gateway
         host, port = settings.host, free_port(settings.host, settings.port)
@@ -156,9 +179,10 @@ class Stack:
         shown = LOOPBACK if host in ("0.0.0.0", "::", "") else host
         self.gateway_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
-    def _has_gateway(self) -> bool:
-        if importlib.util.find_spec("fastapi") is None:
-            self.on_line("gateway", 'not installed: `pip install "batchery[gateway]"` adds it')
+    def _is_installed(self, name: str) -> bool:
+        module, extra = EXTRAS[name]
+        if importlib.util.find_spec(module) is None:
+            self.on_line(name, f'not installed: `pip install "batchery[{extra}]"` adds it')
             return False
         return True
 
