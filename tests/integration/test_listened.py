@@ -5,6 +5,7 @@ Each worker has everything that can listen: hooks, receivers of signals, Sentry.
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -190,13 +191,25 @@ def test_sentry_is_sent_one_event_per_failure_grouped_as_celery_s(
     assert [grouping(event) for event in events] == [expected] * FAILURES
 
 
-def test_a_success_goes_the_fast_way_where_traces_are_sampled(
+def test_sampled_trace_becomes_a_transaction_around_the_device_s_work(
     start_worker: StartWorker, redis: Any, client: Celery
 ) -> None:
     # A list of its own: the module's worker may still tell of an earlier test.
     env = {"LISTENED_SENTRY": "1", "LISTENED_AS": "traced"}
     worker = start_worker("apps.listened", "-Q", "traced", env=env)
-    job = client.send_task(PLAIN, ("work",), queue="traced")
-    assert job.get(timeout=TIMEOUT_S) == "WORK"
+    job = client.send_task(PLAIN, ("nap",), queue="traced")
+    assert job.get(timeout=TIMEOUT_S) == "NAP"
+    (found,) = wait_for(lambda: sent(redis, "traced"), "a transaction")
+    assert found["type"] == "transaction"
+    transaction = found["payload"]
+    assert transaction["transaction"] == PLAIN
+    assert transaction["tags"]["celery_task_id"] == job.id
+    assert transaction["contexts"]["trace"]["op"] == "queue.task.celery"
+    (span,) = [each for each in transaction["spans"] if each["op"] == "queue.process"]
+    for each in (transaction, span):
+        assert seconds(each["timestamp"]) - seconds(each["start_timestamp"]) >= 0.2
     assert tracer_jobs(worker, client, 1) == {}
-    assert sent(redis, "traced") == []
+
+
+def seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()

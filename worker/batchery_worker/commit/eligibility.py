@@ -35,6 +35,7 @@ FIXES = {
     "an overridden __call__": "put what it does into the function, or into before_start and"
     " after_return",
     "a wrapper of build_tracer": "use signals or hooks instead, or let it be",
+    "Sentry's traces": "use the version of sentry-sdk that constraints.txt names",
     "a result backend of its own": "leave `backend` to the app",
     "a result backend other than Celery's for Redis": "keep results in Redis",
     "a result serializer other than JSON": "leave result_serializer at json",
@@ -49,6 +50,7 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
     clauses = (
         (own_call, "an overridden __call__"),
         (own_tracer, "a wrapper of build_tracer"),
+        (sentry.is_tracing() and not sentry.can_trace(), "Sentry's traces"),
     )
     reason = next((reason for holds, reason in clauses if holds), None)
     return reason or only_celery_stores(app, task)

@@ -1,4 +1,4 @@
-"""Calls what listens to a job: hooks of its task, and receivers of signals.
+"""Calls what listens to a job: hooks of its task, receivers of signals, Sentry's transactions.
 
 Celery's tracer calls them around the task. A job that its device commits has no tracer, so they are
 called here in two parts, in the tracer's order and with its arguments. The first part comes before
@@ -78,7 +78,7 @@ def listens_before(task: Any) -> bool:
 def listens_after(task: Any) -> bool:
     """Whether anything listens to the jobs of a task that have succeeded."""
     hooks = _has_hook(task, "on_success") or _has_hook(task, "after_return")
-    return hooks or _has_receivers(task, SIGNALS_AFTER)
+    return hooks or sentry.traces() or _has_receivers(task, SIGNALS_AFTER)
 
 
 def call_before(task: Any, call: TaskCall) -> None:
@@ -112,7 +112,8 @@ def call_after(task: Any, job: CommittedJob) -> None:
 def _call_after(task: Any, job: CommittedJob, listened: ListenedJob) -> None:
     message, value, runtime_s = job.call.message, job.value, find_runtime_s(job.info)
     given = (job.call.task_id, message.get("args"), message.get("kwargs"))
-    with bind_request(task, listened.request):
+
+    def notify() -> None:
         try:
             _guarded(task, listened, "on_success", value, *given)
             signals.task_success.send(sender=task, result=value, runtime=runtime_s)
@@ -120,6 +121,12 @@ def _call_after(task: Any, job: CommittedJob, listened: ListenedJob) -> None:
             _guarded(task, listened, "after_return", SUCCESS, value, *given, None)
         finally:
             _send_postrun(task, *given, value)
+
+    with bind_request(task, listened.request):
+        if sentry.traces():
+            sentry.traced(task, notify, (*given, message), runtime_s)
+        else:
+            notify()
     leave(listened)
 
 
