@@ -24,7 +24,7 @@ from kombu.serialization import dumps, loads
 from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, DeviceDied, InvalidItem, StartError
 from batchery.execution.batch import read_back, run_function
-from batchery.execution.signature import check_function
+from batchery.execution.item_models import ItemModels, check_function
 from batchery.installation import get_queue_limits
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import headers as multi_item
@@ -167,6 +167,8 @@ class BatchTask(_Task):
     cache: str | None = None
     #: How long such a result is kept, in seconds.
     cache_ttl_s: float | None = None
+    #: What `pydantic=True` makes of items and outcomes; None without it.
+    item_models: ItemModels | None = None
 
     # A job stays in Redis until its result is stored.
     acks_late = True
@@ -187,6 +189,9 @@ class BatchTask(_Task):
         @property
         def request(self) -> BatchContext:
             """Celery's request; inside the function, a view of all jobs of the batch."""
+
+        #: Celery's; with `pydantic=True`, it writes a caller's models as plain data.
+        _dump_pydantic_arguments: Any
 
     @cached_property
     def sees_request(self) -> bool:
@@ -259,14 +264,14 @@ class BatchTask(_Task):
         # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._bind_request, state)
-        outcomes = run_function(self.run, items, keywords, around=around)
+        outcomes = run_function(self.run, items, keywords, around=around, models=self.item_models)
         if request.is_eager:
             outcomes = list(map(read_back, outcomes))
         return multi_item.build_outcome(outcomes, form)
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""
-        return run_function(self.run, items, keywords)
+        return run_function(self.run, items, keywords, models=self.item_models)
 
     def _bind_request(
         self, state: dict[str, Any], part: Sequence[int]
@@ -374,6 +379,8 @@ class BatchTask(_Task):
         Raises:
             EncodeError: JSON cannot write the arguments; kombu's error, as `delay` raises it.
         """
+        if self._dump_pydantic_arguments is not None:
+            args, kwargs = self._dump_pydantic_arguments(args, kwargs)
         kind, encoding, text = dumps((tuple(args or ()), kwargs or {}), self.serializer)
         args, kwargs = loads(text, kind, encoding, accept={kind})
         return super().apply(args, kwargs, *others, **options)

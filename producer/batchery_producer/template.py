@@ -65,6 +65,7 @@ def _is_sent_as_celery_does(task: Any) -> bool:
     return (
         kind.apply_async in (Task.apply_async, BatchTask.apply_async)
         and kind.shadow_name is Task.shadow_name
+        and task._dump_pydantic_arguments is None
     )
 
 

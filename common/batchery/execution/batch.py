@@ -22,6 +22,7 @@ from kombu.utils.compat import detect_environment
 
 from batchery.errors import ONE_JOB_EACH, BatchArgumentError, UnserialisableResult, counted
 from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
+from batchery.execution.item_models import ItemModels
 from batchery.model import Model
 from batchery.outcomes import Failed, Partial, collect_outcomes
 
@@ -141,6 +142,7 @@ def run_function(
     resolve: Callable[[Any], Any] | None = None,
     around: Around = lambda _: nullcontext(),
     receive: Receive = lambda _: lambda _: None,
+    models: ItemModels | None = None,
 ) -> list[Any]:
     """Runs a batch function, plain, `async def` or a generator, over one batch.
 
@@ -151,6 +153,7 @@ def run_function(
         resolve: Runs a coroutine to its end; by default on an event loop of its own.
         around: Entered around each call of the function.
         receive: Takes the partial results of a generator.
+        models: Validates items before the function gets them, and dumps outcomes.
 
     Returns:
         One outcome per item, in order. After an exception the batch is split, until the item that
@@ -185,7 +188,12 @@ def run_function(
             raised = None  # Its frames hold this one.
 
     name = getattr(function, "__name__", type(function).__name__)
-    return isolate(call, range(len(items)), name=name)
+    if models is None:
+        return isolate(call, range(len(items)), name=name)
+    items = isolate(lambda part: [*map(models.validate, part)], items, name=name, convert=as_failed)
+    fit = [position for position, item in enumerate(items) if not isinstance(item, Failed)]
+    found = iter(isolate(call, fit, name=name, convert=models.dump))
+    return [item if isinstance(item, Failed) else next(found) for item in items]
 
 
 async def _collect_async(generator: AsyncIterator[Any], take: Callable[[Any], bool]) -> list[Any]:

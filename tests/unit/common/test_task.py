@@ -542,13 +542,6 @@ def test_a_function_for_one_item_is_refused(function: Any, name: str) -> None:
     app.close()
 
 
-def test_validation_by_celery_is_refused() -> None:
-    app = Celery("one", set_as_current=False)
-    with pytest.raises(BatchArgumentError, match="pydantic=True validates one item"):
-        app.task(base=BatchTask, shared=False, lazy=False, pydantic=True)(shout)
-    app.close()
-
-
 def without_argument() -> None:
     """Celery takes it."""
 

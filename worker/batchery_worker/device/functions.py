@@ -152,6 +152,7 @@ def run_batch(
             resolve=resolve,
             around=partial(_around, task, work, device, start),
             receive=partial(_receive, receive, start),
+            models=task.item_models,
         )
     return outcomes
 
