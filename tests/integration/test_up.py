@@ -205,7 +205,7 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     assert "1 item, waited" in up.log
     assert job_id not in up.log
     assert "HELLO" not in up.log
-    words = ("Application shutdown complete", "Warm shutdown", "ready to exit")
+    words = ("Application shutdown complete", "Warm shutdown", "shutting down", "ready to exit")
     ends = [up.log.index(word) for word in words]
     assert ends == sorted(ends)
 
