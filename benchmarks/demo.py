@@ -26,8 +26,8 @@ from batchery.cli.main import one_line_errors
 from batchery.errors import StartError
 from batchery.protocol.figures import BatchFigures, read_figures
 from batchery.results import to_numpy
-from batchery_worker.cli.tune import paragraphs
 from batchery_worker.devstack.stack import Stack
+from benchmarks.paragraphs import paragraphs
 
 QUESTIONS = (
     "How do I make sure that a file gets closed?",

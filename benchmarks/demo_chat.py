@@ -23,9 +23,9 @@ from batchery.cli.main import one_line_errors
 from batchery.errors import StartError
 from batchery.results import to_numpy
 from batchery_producer import Client
-from batchery_worker.cli.tune import paragraphs
 from batchery_worker.devstack.stack import Stack
 from benchmarks.chat_model import chat_model_folder
+from benchmarks.paragraphs import paragraphs
 
 QUESTIONS = (
     "How do I make sure that a file gets closed?",

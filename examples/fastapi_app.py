@@ -5,7 +5,6 @@ README.md says how to start it.
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from batchery import AsyncClient, GaveUp, InvalidItem, NoResult, QueueFull
+from batchery.app import app as queue
 
 
 class Question(BaseModel):
@@ -26,8 +26,7 @@ class Question(BaseModel):
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Opens and closes the client: a few connections, however many requests there are."""
-    redis_url = os.environ.get("BATCHERY_REDIS_URL", "redis://localhost:6379/0")
-    async with AsyncClient(redis_url) as client:
+    async with AsyncClient(queue) as client:
         app.state.client = client
         yield
 
@@ -38,8 +37,9 @@ app = FastAPI(lifespan=lifespan)
 @app.post("/embed")
 async def embed(question: Question, request: Request) -> Any:
     """Embeds one text: one job, which nobody computes if nobody waits for it any more."""
-    # Without room in the queue, callers are sent away at once, and told when to come again.
-    task = app.state.client.task("embed", timeout_s=question.timeout_s, max_waiting=10_000)
+    # Where the settings limit its class, and that is full, callers are sent away at once, and told
+    # when to come again.
+    task = app.state.client.task("embed", timeout_s=question.timeout_s)
     try:
         return await unless_gone(request, task(question.text))
     except NoResult:

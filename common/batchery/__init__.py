@@ -32,8 +32,8 @@ _MODULES = {
     "batchery.model": "Advance Model StepModel",
     "batchery.outcomes": "Failed Ignore Partial Reject Replace RetryAfter",
     "batchery.results": """
-        Classification Embedding Entity Generation MultiVectorEmbedding Score SparseEmbedding
-        TokenClassification to_numpy
+        Classification Embedding Generation MultiVectorEmbedding Score SparseEmbedding
+        to_numpy
     """,
     "batchery.settings": "ModelSettings Settings",
     "batchery.task": "BatchTask",

@@ -36,12 +36,10 @@ from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAft
 from batchery.results import (
     Classification,
     Embedding,
-    Entity,
     Generation,
     MultiVectorEmbedding,
     Score,
     SparseEmbedding,
-    TokenClassification,
     to_numpy,
 )
 from batchery.settings import ModelSettings, Settings
@@ -87,7 +85,6 @@ __all__ = [
     "Embedding",
     "Ending",
     "Engine",
-    "Entity",
     "Failed",
     "GaveUp",
     "Generation",
@@ -125,7 +122,6 @@ __all__ = [
     "SubmitOptions",
     "Summary",
     "TaskClient",
-    "TokenClassification",
     "UnknownJob",
     "UnserialisableResult",
     "WrongLength",

@@ -119,7 +119,7 @@ class GatewaySettings(BaseModel):
         " so that no web page reaches the gateway by a name of its own.",
     )
     tasks: list[str] = Field(
-        [], description="Tasks that `POST /tasks/NAME` may call; `*` at an end is any of the app's."
+        [], description="Batch tasks for `POST /tasks/NAME`; `*` at an end is any of the app's."
     )
     webhook_hosts: list[str] = Field(
         [],

@@ -26,8 +26,6 @@ KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
     "rerank": "batchery_worker.models.classification:RerankModel",
-    "token_classification": "batchery_worker.models.classification:TokenClassificationModel",
-    "zero_shot": "batchery_worker.models.classification:ZeroShotModel",
     "sparse_embedding": "batchery_worker.models.embedding:SparseEmbeddingModel",
     "multi_vector_embedding": "batchery_worker.models.embedding:MultiVectorEmbeddingModel",
     "generation": "batchery_worker.models.generation.model:GenerationModel",
@@ -85,7 +83,7 @@ def register(
         options: Keyword arguments of the model's constructor.
         task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on. A `StepModel` has
             `slots` in place of all limits of batches; given by path, it must have it here. Also
-            `devices`, `replicas` and `pinned`, as in the settings of a model.
+            `devices` and `pinned`, as in the settings of a model.
 
     Returns:
         The task: `register(...).delay("some text").get()`.
@@ -152,7 +150,6 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         name,
         model,
         queue=settings.queue,
-        model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,

@@ -34,7 +34,7 @@ DECIDED_BY_FILE = {
 FED = ("transformers", "embedding")
 
 #: Where a model is, and in which processes: options that its task has, too.
-PLACE_OPTIONS = ("devices", "replicas", "pinned", "feeders")
+PLACE_OPTIONS = ("devices", "pinned", "feeders")
 
 #: Settings of a model that are options of its task, by the same name: limits of its batches, and
 #: how long their results are kept.
@@ -56,8 +56,6 @@ class ModelSettings(BaseModel):
         "embedding",
         "classification",
         "rerank",
-        "token_classification",
-        "zero_shot",
         "sparse_embedding",
         "multi_vector_embedding",
         "generation",
@@ -73,7 +71,7 @@ class ModelSettings(BaseModel):
         None, description="Queue of its jobs; the model's own name where unset."
     )
     aliases: list[str] = Field(
-        [], description="Other names by which `batchery submit` and OpenAI's files may call it."
+        [], description="Other names by which requests over HTTP may call it."
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Number format; auto is bf16 where the device is fast at it, else fp32."
@@ -152,9 +150,6 @@ class ModelSettings(BaseModel):
     )
     devices: list[str] | None = Field(
         None, min_length=1, description="Devices of the worker that have it; all if unset."
-    )
-    replicas: PositiveInt | None = Field(
-        None, description="On how many devices it is; the worker chooses which."
     )
     pinned: bool = Field(
         False, description="Whether it stays loaded, whatever else needs the memory."

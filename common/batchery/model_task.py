@@ -33,12 +33,8 @@ class ModelTask(BatchTask):
     #: `queue`, which Celery 6 will ignore.
     model_queue: str
 
-    #: Other names of the model, with commas between them; None if it has none.
-    model_aliases: str | None = None
-
-    #: Devices of a worker that have it, or how many of them; None for all.
+    #: Devices of a worker that have it; None for all.
     devices: Sequence[str] | None = None
-    replicas: int | None = None
     #: Whether it stays loaded, whatever else needs the memory of its devices.
     pinned: bool = False
     #: How many processes take its jobs for each device; 0 for that of the device itself.

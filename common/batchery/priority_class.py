@@ -21,13 +21,3 @@ class PriorityClass(BaseModel):
     max_waiting: PositiveInt | None = Field(
         None, description="Maximum jobs of the class in a queue; with more, it is full."
     )
-    max_wait_s: PositiveFloat | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="The class is full, too, while its oldest job in a queue waits for longer.",
-    )
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it can be full."""
-        return self.max_waiting is not None or self.max_wait_s is not None

@@ -1,11 +1,11 @@
-"""Limits of priority classes: how many jobs of one may wait in a queue, and for how long.
+"""Limits of priority classes: how many jobs of one may wait in a queue.
 
 They are kept where jobs are sent: a job that finds its class full is refused before it costs
 anything. What was accepted is never given up.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import redis
@@ -32,20 +32,17 @@ class Waiting(NamedTuple):
     jobs: int
     #: How long the oldest has waited, in seconds; None if there is none, or it does not say.
     oldest_s: float | None = None
-    #: Ids of the jobs next in turn that do not say when they were sent.
-    undated: Sequence[bytes] = ()
 
     @classmethod
-    def read(cls, jobs: int, sent_at: bytes, *undated: bytes) -> "Waiting":
+    def read(cls, jobs: int, sent_at: bytes) -> "Waiting":
         """As a script reports them; `sent_at` is empty if the oldest does not say."""
         oldest_s = max(0.0, time.time() - float(sent_at)) if sent_at else None
-        return cls(int(jobs), oldest_s, undated)
+        return cls(int(jobs), oldest_s)
 
     def add(self, other: "Waiting") -> "Waiting":
         """Both together."""
         ages_s = [each.oldest_s for each in (self, other) if each.oldest_s is not None]
-        undated = (*self.undated, *other.undated)
-        return Waiting(self.jobs + other.jobs, max(ages_s, default=None), undated)
+        return Waiting(self.jobs + other.jobs, max(ages_s, default=None))
 
 
 class Destination(NamedTuple):
@@ -66,7 +63,7 @@ class QueueLimits:
     @property
     def exist(self) -> bool:
         """Whether any class has a limit."""
-        return any(each.is_limited for _, each in self._classes)
+        return any(each.max_waiting is not None for _, each in self._classes)
 
     def at(self, priority: int) -> PriorityClass:
         """The class of a priority."""
@@ -89,26 +86,19 @@ class QueueLimits:
             QueueFull: The class is full.
         """
         name, limit = self._classes[self._find_place(where.priority)]
-        waiting = look(where.queue, self.priorities(where.priority)) if limit.is_limited else None
-        if waiting is None or (problem := _problem(limit, waiting)) is None:
+        if limit.max_waiting is None:
+            return
+        waiting = look(where.queue, self.priorities(where.priority))
+        if waiting is None or waiting.jobs < limit.max_waiting:
             return
         # A job that comes now would wait about as long as the oldest one has.
         wait_s = UNKNOWN_WAIT_S if waiting.oldest_s is None else waiting.oldest_s
         after_s = min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        problem = f"holds {waiting.jobs:,} jobs, and max_waiting is {limit.max_waiting:,}"
         raise queue_full(f"queue {where.queue!r}: class {name!r} {problem}", after_s)
 
     def _find_place(self, priority: int) -> int:
         return max(n for n, (_, each) in enumerate(self._classes) if each.level <= priority)
-
-
-def _problem(limit: PriorityClass, waiting: Waiting) -> str | None:
-    """Why a class has no room; None if it has."""
-    if limit.max_waiting is not None and waiting.jobs >= limit.max_waiting:
-        return f"holds {waiting.jobs:,} jobs, and max_waiting is {limit.max_waiting:,}"
-    oldest_s = waiting.oldest_s or 0.0
-    if limit.max_wait_s is not None and oldest_s > limit.max_wait_s:
-        return f"has a job that has waited {oldest_s:.1f} s, and max_wait_s is {limit.max_wait_s:g}"
-    return None
 
 
 def queue_full(problem: str, after_s: float) -> QueueFull:

@@ -17,7 +17,7 @@ from batchery_producer.piece_stream import AsyncPieceStream
 from batchery_producer.session import Session, Terms
 
 #: What `AsyncClient.task` takes, besides options of `apply_async`.
-OWN_OPTIONS = ("deadline_s", "keep_s", "max_waiting", "tenant", "timeout_s", "wait_s")
+OWN_OPTIONS = ("deadline_s", "keep_s", "tenant", "timeout_s", "wait_s")
 
 
 class AsyncClient:
@@ -64,8 +64,8 @@ class AsyncClient:
                 are kept two minutes longer than that.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
-                name. Also `max_waiting` and `wait_s`, as for a `Publisher`. A call does not wait
-                for space in the queue unless `wait_s` says so, as it would delay all others.
+                name. Also `wait_s`, as for a `Publisher`. A call does not wait for space in the
+                queue unless `wait_s` says so, as it would delay all others.
 
         Raises:
             InvalidItem: The tenant is no name.

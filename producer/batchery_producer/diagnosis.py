@@ -6,7 +6,6 @@ from typing import Any
 from celery import Celery
 
 from batchery.cli.survey import (
-    aliases_in,
     name_tasks,
     queue_depths,
     registered_tasks,
@@ -20,44 +19,29 @@ from batchery_producer.publisher import route_unknown
 ASK_S = 1.0
 
 
-def find_task(app: Celery, name: str, queue: str | None) -> str:
-    """The task that a name means: its own, or the model that has it as an alias.
-
-    If the app knows neither, workers are asked for a second, as far as they answer.
+def check_task(app: Celery, name: str, queue: str | None) -> None:
+    """Makes sure that a worker may have a task, as far as workers answer within a second.
 
     Args:
         app: The app that jobs are sent with.
-        name: Name of a task, or an alias of a model.
+        name: Name of the task.
         queue: The queue that the caller chose, if any; its worker may be yet to come.
 
     Raises:
-        SettingsError: There are workers and none of them has such a task.
+        SettingsError: There are workers, and none of them has such a task; nor has the app.
     """
-    known: dict[str, Mapping[str, str]] = {
-        task: {"model_aliases": getattr(each, "model_aliases", None) or ""}
-        for task, each in app.tasks.items()
-    }
-    if (found := _find_in(known, name)) is not None:
-        return found
+    if name in app.tasks or queue is not None:
+        return
     try:
-        answers = registered_tasks(app, ["model_aliases"], ASK_S)
+        answers = registered_tasks(app, ASK_S)
     except Exception:  # noqa: BLE001 (every transport has its own; some cannot ask at all)
-        return name
-    known = {task: info for tasks in answers.values() for task, info in tasks.items()}
-    found = _find_in(known, name)
-    if found is None and answers and queue is None:
+        return
+    known = {task for tasks in answers.values() for task in tasks}
+    if answers and name not in known:
         raise SettingsError(
             f"no worker that answers has a task {name!r}: {name_tasks(name, known)};"
             " if a worker for it is yet to come, name its queue: queue=..., or --queue"
         )
-    return found or name
-
-
-def _find_in(tasks: Mapping[str, Mapping[str, str]], name: str) -> str | None:
-    """The task of this name, or with this alias."""
-    if name in tasks:
-        return name
-    return next((task for task, info in tasks.items() if name in aliases_in(info)), None)
 
 
 def explain_stall(app: Celery, task: str, options: Mapping[str, Any]) -> str:
@@ -92,7 +76,7 @@ def _workers(
             f"{nearest_name(queue, consumed)}:"
             f" start a worker with `-Q {queue}`, or name its queue: queue=..., or --queue"
         )
-    known = registered_tasks(app, [], ASK_S, limit=len(names), names=names)
+    known = registered_tasks(app, ASK_S, limit=len(names), names=names)
     if known and not any(task in tasks for tasks in known.values()):
         return f"{_list(names)} consumes it, but has no task {task!r}"
     return f"{_list(names)} consumes it and answers, so it is busy, or the jobs left no result"

@@ -42,7 +42,7 @@ PUSH_BYTES = 4 << 20
 NOT_SHARED = ("args", "kwargs", "task_id", "producer", "connection", "add_to_parent", "retry")
 
 #: Arguments of a `Publisher` besides options of `apply_async`.
-OWN_OPTIONS = ("keywords", "max_waiting", "broker", "wait_s")
+OWN_OPTIONS = ("keywords", "broker", "wait_s")
 
 
 class Publisher:
@@ -61,7 +61,6 @@ class Publisher:
         task: str,
         *,
         keywords: Mapping[str, Any] | None = None,
-        max_waiting: int = 0,
         wait_s: float | None = None,
         broker: BrokerConnection | None = None,
         **options: Any,
@@ -72,10 +71,8 @@ class Publisher:
             app: Its broker, routes and options of the task apply.
             task: Name of the task; it need not be registered with the app.
             keywords: Keyword arguments of all jobs.
-            max_waiting: Maximum number of jobs in the queue, including those of other clients, in
-                place of the limits of the job's class; 0 is no other limit. Only on Redis.
-            wait_s: How long to wait for space in the queue, from the last job that found some, in
-                seconds; None waits for ever.
+            wait_s: How long to wait where the class of the jobs is full, from the last job that
+                found room, in seconds; None waits for ever.
             broker: A connection shared with others, which says how long it waits for a broker that
                 is away; by default, two minutes.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
@@ -100,9 +97,7 @@ class Publisher:
         self._owns_broker = broker is None
         self._broker = broker or BrokerConnection(app, RetryPolicy())
         self._where = _destination(app, task, options)
-        # A limit of the caller takes the place of those of the classes.
-        self._limits = None if max_waiting else get_queue_limits(app)
-        self._max_waiting = max_waiting
+        self._limits = get_queue_limits(app)
         #: Number of jobs sent so far.
         self.sent = 0
 
@@ -212,7 +207,7 @@ class Publisher:
             QueueFull: There is none.
         """
         broker, where, limits = self._broker, self._where, self._limits
-        room = Room(where.queue, self._max_waiting)
+        room = Room(where.queue)
         if limits is not None:
             limits.check(where, self._look)
             most = limits.at(where.priority).max_waiting or 0

@@ -62,7 +62,6 @@ for each in NAMES:
         Swapped,
         options={"name": each, "held_bytes": HELD_BYTES},
         devices=places.split(",") if places else None,
-        replicas=int(os.environ.get(f"SWAP_REPLICAS_{each.upper()}", "0")) or None,
         pinned=each in os.environ.get("SWAP_PINNED", "").split(","),
         **options,
     )

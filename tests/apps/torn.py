@@ -10,7 +10,7 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, install
-from batchery_worker.commit.committer import RedisCommitter
+from batchery_worker.commit.committer import LeaseBroker
 from support.patience import patient
 
 app = install(Celery("torn", set_as_current=False))
@@ -20,10 +20,10 @@ app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 #: What happens at the next commit is written in this file, if there is one.
 PLAN = Path(os.environ.get("TORN_PLAN", "no plan"))
 
-ask_broker = RedisCommitter._ask_broker
+ask_broker = LeaseBroker.ask
 
 
-def ask_after_a_fault(self: RedisCommitter, script: str, *args: Any) -> Any:
+def ask_after_a_fault(self: LeaseBroker, script: str, *args: Any) -> Any:
     """Follows the plan when the results are stored."""
     if script == "end" and PLAN.exists():
         plan = PLAN.read_text()
@@ -31,11 +31,11 @@ def ask_after_a_fault(self: RedisCommitter, script: str, *args: Any) -> Any:
         if plan == "the worker is killed":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(1000)
-        self._broker.client.client_kill_filter(_type="normal", skipme=False)
+        self.client.client_kill_filter(_type="normal", skipme=False)
     return ask_broker(self, script, *args)
 
 
-RedisCommitter._ask_broker = ask_after_a_fault  # type: ignore[assignment,method-assign]
+LeaseBroker.ask = ask_after_a_fault  # type: ignore[assignment,method-assign]
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=8)

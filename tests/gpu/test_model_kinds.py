@@ -21,8 +21,6 @@ pytestmark = [
 #: By kind: labels and head of its model.
 HEADS: dict[str, tuple[tuple[str, ...], str]] = {
     "rerank": (("fits",), ""),
-    "zero_shot": (("contradiction", "neutral", "entailment"), ""),
-    "token_classification": (("O", "B-PER", "I-PER"), "TokenClassification"),
     "sparse_embedding": ((), "MaskedLM"),
     "multi_vector_embedding": ((), ""),
 }

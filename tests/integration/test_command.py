@@ -36,7 +36,7 @@ def test_celery_s_command_imports_no_more_of_ours_than_names() -> None:
 
 @pytest.mark.parametrize(
     ("words", "offered"),
-    [("batchery su", "plain,submit"), ("batchery submit --ord", "plain,--ordered")],
+    [("batchery su", "plain,submit"), ("batchery submit --over", "plain,--overwrite")],
 )
 def test_the_shell_completes_commands_and_options(words: str, offered: str) -> None:
     environment = {

@@ -49,7 +49,7 @@ def diagnose(url: str, *options: str, cwd: Path) -> dict[str, Any]:
     return report
 
 
-def test_bad_redis_without_a_worker_and_a_misspelt_queue_are_found(
+def test_bad_redis_without_a_worker_and_an_unserved_queue_are_found(
     start_redis: StartRedis, tmp_path: Path
 ) -> None:
     settings = {"appendonly": "no", "maxmemory_policy": "allkeys-lru", "maxmemory": "40mb"}
@@ -59,14 +59,14 @@ def test_bad_redis_without_a_worker_and_a_misspelt_queue_are_found(
             client.set(f"large {number}", "x" * 2**20)
     # Last, as this Redis throws away what was used least recently.
     with Celery(broker=url, set_as_current=False) as caller:
-        caller.send_task(shop.shout.name, ["a"], queue="embde")
+        caller.send_task(shop.shout.name, ["a"], queue=shop.shout.name)
     report = diagnose(url, "-A", "apps.shop", cwd=tmp_path)
     assert report["exit_code"] == 2
     assert {
         *("redis-no-persistence", "redis-eviction", "redis-memory", "worker-none"),
         "queue-unserved",
     } == set(report["found"])
-    assert "1 job in queue 'embde'" in report["found"]["queue-unserved"]
+    assert f"1 job in queue {shop.shout.name!r}" in report["found"]["queue-unserved"]
     assert report["unchecked"] == {}
     code, out, _ = run(url, "batchery", "doctor", "-A", "apps.shop", cwd=tmp_path)
     assert code == 2

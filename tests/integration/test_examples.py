@@ -39,7 +39,12 @@ class Web:
                 # What is asked after a pause finds its connection open.
                 [uvicorn, "fastapi_app:app", "--port", "0", "--timeout-keep-alive", "600"],
                 cwd=TESTS.parent / "examples",
-                env={**os.environ, "BATCHERY_REDIS_URL": redis_url, "PYTHONDONTWRITEBYTECODE": "1"},
+                env={
+                    **os.environ,
+                    "BATCHERY_REDIS_URL": redis_url,
+                    "BATCHERY_CLASSES": '{"all": {"level": 0, "share": 1, "max_waiting": 10000}}',
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

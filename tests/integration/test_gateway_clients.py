@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -115,74 +114,6 @@ def test_cohere_ranks_objects(client: cohere.Client) -> None:
     assert plain.results[0].document is None
 
 
-# Cohere's own client does so, where it joins answers.
-@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
-def test_cohere_embeds_texts(
-    client: cohere.Client, client_v2: cohere.ClientV2, gateway: GatewayProcess
-) -> None:
-    close = partial(pytest.approx, abs=1e-5)
-    plain, query = vectors_of(gateway, ["tea", "the cat tea"])
-    floats = client.embed(texts=["tea", "a dog"] * 60, model="prompted")
-    assert floats.response_type == "embeddings_floats"
-    assert len(floats.embeddings) == 120
-    assert floats.embeddings[0] == close(plain)
-    assert floats.texts == ["tea", "a dog"] * 60
-    assert floats.meta is not None
-    assert floats.meta.billed_units is not None
-    assert floats.meta.billed_units.input_tokens
-    asked = {"model": "embed-v4.0", "texts": ["tea"], "input_type": "search_query"}
-    by_type = client.embed(embedding_types=["float", "ubinary"], **asked)  # type: ignore[arg-type]
-    assert by_type.response_type == "embeddings_by_type"
-    assert by_type.embeddings.float_ is not None
-    assert by_type.embeddings.float_[0] == close(query)
-    types = ["float", "base64", "binary", "ubinary"]
-    every = client_v2.embed(embedding_types=types, **asked).embeddings  # type: ignore[arg-type]
-    assert every.float_ is not None
-    assert every.float_[0] == close(query)
-    assert every.base64 is not None
-    assert np.frombuffer(base64.b64decode(every.base64[0]), "<f4") == close(query)
-    bits = np.packbits(np.array(query) > 0)
-    assert every.ubinary == [bits.tolist()]
-    assert every.binary == [(bits.astype(int) - 128).tolist()]
-    short = client_v2.embed(output_dimension=8, **asked).embeddings  # type: ignore[arg-type]
-    assert short.float_ is not None
-    assert short.float_[0] == close(np.array(query[:8]) / np.linalg.norm(query[:8]))
-
-
-def test_cohere_cuts_texts_as_asked(client_v2: cohere.ClientV2, gateway: GatewayProcess) -> None:
-    text = "the " + "tea " * 20 + "a"
-    start, end = vectors_of(gateway, ["tea tea tea tea tea a", "the tea tea tea tea tea"])
-    for truncate, vector in (("START", start), ("END", end)):
-        answer = client_v2.embed(
-            model="prompted", texts=[text], input_type="search_document", truncate=truncate
-        )
-        assert answer.embeddings.float_ is not None
-        assert answer.embeddings.float_[0] == pytest.approx(vector, abs=1e-5)
-    parts: Any = [{"content": [{"type": "text", "text": "tea"}]}]
-    assert client_v2.embed(model="prompted", inputs=parts, input_type="search_document").texts == [
-        "tea"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"embedding_types": ["int8"]}, "embedding_types: expected a list of 'float', 'base64'"),
-        ({"images": ["data:"]}, "images: expected null or false, as it is not served here"),
-        ({"input_type": "classification"}, "input_type 'classification': the model has no prompt"),
-        ({"texts": ["tea " * 20], "truncate": "NONE"}, "more than max_length = 8 tokens"),
-        ({"texts": None}, "texts: an empty list"),
-        ({"inputs": [{"content": [{"type": "image_url"}]}]}, "whose content is one text"),
-    ],
-)
-def test_cohere_is_told_what_it_cannot_embed(
-    client_v2: cohere.ClientV2, fields: dict[str, Any], text: str
-) -> None:
-    asked = {"model": "prompted", "texts": ["tea"], "input_type": "search_document", **fields}
-    with pytest.raises(cohere.BadRequestError, match=re.escape(text)):
-        client_v2.embed(**asked)
-
-
 def test_jina_finds_its_fields(gateway: GatewayProcess) -> None:
     body = {"model": "rerank", "query": QUERY, "documents": DOCUMENTS, "top_n": 3}
     answer = gateway.post("/v1/rerank", {**body, "return_documents": True}).json()
@@ -255,31 +186,13 @@ def test_options_of_other_vendors_are_honoured(gateway: GatewayProcess) -> None:
     assert answer.status_code == 200
 
 
-def test_prompts_that_the_gateway_cannot_read_are_asked_for(start_gateway: StartGateway) -> None:
-    model = {"kind": "embedding", "model": "/not/here", "prompts": {"query": ""}, "queue": "nobody"}
-    gateway = start_gateway(models={"embed": model})
-    body = {"input": "a", "input_type": "document"}
-    answer = gateway.post("/v1/embeddings", body)
-    assert answer.status_code == 404
-    message = answer.json()["error"]["message"]
-    assert message.startswith("input_type: model 'embed': the gateway cannot read modules.json")
-    assert "or name its prompts in the setting prompts" in message
-    # This one it knows; no worker has the model.
-    body = {"input": "a", "input_type": "query"}
-    answer = gateway.post("/v1/embeddings", body, headers={"x-request-timeout": "0.2"})
-    assert answer.status_code in (503, 504)
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"embedding_type": "binary"}, "embedding_type: Input should be 'float' or 'base64'"),
         ({"output_dtype": "int8"}, "output_dtype: Input should be 'float'"),
         ({"late_chunking": True}, "late_chunking: expected null or false, as it is not"),
-        (
-            {"task": "separation"},
-            "input_type 'separation': the model has no prompt for it; there are:",
-        ),
+        ({"task": "separation"}, "keyword prompt = 'separation': there are clustering, document,"),
         ({"input": "tea " * 20, "truncation": False}, "more than max_length = 8"),
     ],
 )

@@ -33,7 +33,7 @@ from support.patience import patient
 
 KINDS = (
     *("embedding", "multi_vector_embedding", "sparse_embedding", "classification", "rerank"),
-    *("zero_shot", "token_classification", "generation"),
+    "generation",
 )
 
 #: Bytes of a request, and items of a list that has grown already.
@@ -57,8 +57,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["a"]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": ["a"]},
-    "/v1/embed": {"texts": ["a"]},
-    "/v2/embed": {"texts": ["a"], "model": "embedding"},
     "/v1/rerank": {"query": "a", "documents": ["a"]},
     "/v2/rerank": {"query": "a", "documents": ["a"], "model": "rerank"},
     "/embed": {"inputs": ["a"]},
@@ -69,8 +67,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "a", "texts": ["a"]},
     "/process-batch": {"texts": ["a"]},
     "/page/try": {"model": "embedding", "item": "a", "keywords": {}},
-    "/?model=zero_shot": {"inputs": ["a"], "parameters": {"candidate_labels": ["a"]}},
-    "/?model=token_classification": {"inputs": ["a"], "parameters": {"ignore_labels": ["a"]}},
 }
 
 
@@ -178,18 +174,7 @@ def list_fields(schema: dict[str, Any], path: str) -> list[str]:
     schemas = schema["components"]["schemas"]
     content = schema["paths"][path.partition("?")[0]]["post"]["requestBody"]["content"]
     told = content["application/json"]["schema"]
-    if path.startswith("/?"):  # `POST /` has many forms.
-        names = {"zero_shot": "ZeroShotParameters", "token_classification": "TokenParameters"}
-        parameters = names[path.partition("=")[2]]
-        return [f"parameters.{name}" for name in PARAMETERS[parameters]]
     return list(schemas[told["$ref"].rpartition("/")[2]]["properties"])
-
-
-#: The forms behind `POST /` that the schema does not have.
-PARAMETERS = {
-    "ZeroShotParameters": ("candidate_labels", "hypothesis_template"),
-    "TokenParameters": ("ignore_labels", "aggregation_strategy"),
-}
 
 
 def grow_lists(value: Any) -> Any:

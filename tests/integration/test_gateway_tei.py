@@ -8,7 +8,6 @@ import httpx2
 import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
-from huggingface_hub.errors import HfHubHTTPError
 
 from conftest import StartGateway, StartWorker
 from support.gateway import GatewayProcess
@@ -79,49 +78,6 @@ def test_inference_client_labels_texts(gateway: GatewayProcess) -> None:
     raw = client.text_classification("the cat", function_to_apply="none")
     powers = np.exp([each.score for each in raw])
     assert powers / powers.sum() == pytest.approx([each.score for each in labels], abs=1e-5)
-
-
-def test_inference_client_chooses_among_labels(gateway: GatewayProcess) -> None:
-    client = InferenceClient(model=f"{gateway.url}/?model=zero_shot")
-    found = client.zero_shot_classification("the cat sat", ["a cat", "rain", "tea"])
-    assert {each.label for each in found} == {"a cat", "rain", "tea"}
-    assert sum(each.score for each in found) == pytest.approx(1, abs=1e-5)
-    assert found == sorted(found, key=lambda each: -each.score)
-    several = client.zero_shot_classification(
-        "the cat sat", ["a cat", "rain"], multi_label=True, hypothesis_template="It is {}."
-    )
-    alone = client.zero_shot_classification(
-        "the cat sat", ["rain"], hypothesis_template="It is {}."
-    )
-    scores = {each.label: each.score for each in several}
-    assert scores["rain"] == pytest.approx(alone[0].score, abs=1e-5)
-    body = {"inputs": ["the cat", "tea"], "parameters": {"candidate_labels": ["a cat", "rain"]}}
-    assert [len(each) for each in answer(gateway, "/?model=zero_shot", body)] == [2, 2]
-    wrong = {"inputs": ["a"] * 50, "parameters": {"candidate_labels": ["a"] * 50}}
-    found_wrong = post(gateway, "/?model=zero_shot", wrong)
-    assert (found_wrong.status_code, found_wrong.json()["error_type"]) == (413, "Validation")
-    # Its template is in each pair of a text and a label, and in each of the jobs.
-    options = {"candidate_labels": ["a"] * 30, "hypothesis_template": "a" * 5000 + "{}"}
-    long = post(gateway, "/?model=zero_shot", {"inputs": ["a"] * 30, "parameters": options})
-    assert (long.status_code, "max_chars" in long.json()["error"]) == (413, True)
-    missing = post(gateway, "/?model=zero_shot", {"inputs": "a"})
-    assert (missing.status_code, "parameters" in missing.json()["error"]) == (422, True)
-
-
-def test_inference_client_finds_entities(gateway: GatewayProcess) -> None:
-    client = InferenceClient(model=f"{gateway.url}/?model=token_classification")
-    text = "the cat sat on the mat and looked at the dog"
-    found = client.token_classification(text)
-    assert found
-    for each in found:
-        assert each.entity_group == "PER"
-        assert each.word == text[each.start : each.end]
-        assert 0 < each.score <= 1
-    tokens = client.token_classification(text, aggregation_strategy="none")
-    assert {each.entity for each in tokens} <= {"B-PER", "I-PER"}
-    assert client.token_classification(text, ignore_labels=["PER"]) == []
-    with pytest.raises(HfHubHTTPError, match="stride"):
-        client.token_classification(text, stride=2)
 
 
 def test_sparse_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess) -> None:

@@ -70,7 +70,11 @@ def test_six_models_share_the_memory_of_two(
 def test_models_are_where_their_settings_say(
     start_worker: StartWorker, client: Celery, redis_url: str
 ) -> None:
-    places = {"SWAP_DEVICES_ONE": "cpu:0", "SWAP_DEVICES_TWO": "cpu:1", "SWAP_REPLICAS_THREE": "1"}
+    places = {
+        "SWAP_DEVICES_ONE": "cpu:0",
+        "SWAP_DEVICES_TWO": "cpu:1",
+        "SWAP_DEVICES_THREE": "cpu:0",
+    }
     start_worker("apps.swapping", env={"BATCHERY_DEVICES": "cpu:0,cpu:1", **places})
     jobs = [(name, send(client, name, number)) for number in range(40) for name in ("one", "two")]
     for name, job in jobs:
@@ -81,7 +85,7 @@ def test_models_are_where_their_settings_say(
     placed = list_placed(swapping.app, "apps.swapping", redis_url)
     assert {key: line["why"] for key, line in placed.items()} == {
         ("cpu:0", "one"): "devices",
-        ("cpu:0", "three"): "replicas",
+        ("cpu:0", "three"): "devices",
         ("cpu:0", "large"): "all devices",
         ("cpu:1", "two"): "devices",
         ("cpu:1", "large"): "all devices",
@@ -174,10 +178,6 @@ def test_load_counts_for_no_time_limit(
         (
             {"SWAP_DEVICES_ONE": "cuda:7"},
             "model 'one': devices = ['cuda:7'], but this worker has cpu;",
-        ),
-        (
-            {"SWAP_REPLICAS_TWO": "2"},
-            "model 'two': replicas = 2, but this worker has 1 device; give a number from 1 to 1",
         ),
         (
             {"SWAP_PINNED": "one,two,three"},

@@ -27,6 +27,11 @@ def app(url: str) -> Iterator[Celery]:
         yield made
 
 
+def limit(max_waiting: int) -> dict[str, Any]:
+    """The settings of an app whose jobs are of one class, of which so many may wait."""
+    return {"batchery_classes": {"all": {"level": 0, "share": 1, "max_waiting": max_waiting}}}
+
+
 def jobs(count: int, begin: int = 0) -> list[tuple[str, Any]]:
     return [(f"job-{number}", "item") for number in range(begin, begin + count)]
 
@@ -66,10 +71,10 @@ def test_a_chunk_whose_answer_was_lost_is_in_the_queue_once(
 
 
 def test_a_lost_answer_does_not_hide_how_little_had_fitted(
-    app: Celery, bare: Any, lose_answers: Any
+    url: str, bare: Any, lose_answers: Any
 ) -> None:
     lose_answers(1)
-    with Publisher(app, "same", max_waiting=3, wait_s=0) as publisher:
+    with bulk_app(url, **limit(3)) as app, Publisher(app, "same", wait_s=0) as publisher:
         with pytest.raises(QueueFull) as caught:
             publisher.send(jobs(5))
         assert caught.value.sent == publisher.sent == 3
@@ -137,32 +142,34 @@ def test_a_key_that_is_no_queue_is_refused_again_and_again(app: Celery, bare: An
     assert ids(bare) == ["job-0"]
 
 
-def test_a_queue_holds_as_many_as_it_may(app: Celery, bare: Any) -> None:
+def test_a_queue_holds_as_many_as_it_may(url: str, bare: Any) -> None:
     bare.lpush("same", "a stranger's")
     bare.lpush("same\x06\x163", "another")
-    with Publisher(app, "same", max_waiting=5, wait_s=0, priority=6) as publisher:
+    with (
+        bulk_app(url, **limit(5)) as app,
+        Publisher(app, "same", wait_s=0, priority=6) as publisher,
+    ):
         publisher.send(jobs(2))
-        with pytest.raises(QueueFull, match="holds 5 jobs, and its maximum is 5") as caught:
+        with pytest.raises(QueueFull, match="holds 5 jobs, and max_waiting is 5") as caught:
             publisher.send(jobs(3, begin=2))
     assert caught.value.sent == 1
     assert caught.value.retry_after_s > 0
     assert ids(bare, "same\x06\x166") == ["job-0", "job-1", "job-2"]
 
 
-def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: Any) -> None:
-    publisher = Publisher(app, "same", max_waiting=4)
-    thread = threading.Thread(target=publisher.send, args=(jobs(10),))
-    thread.start()
+def test_a_publisher_that_waits_goes_on_when_there_is_room(url: str, bare: Any) -> None:
     taken: list[str] = []
 
     def is_full() -> bool:
         return bool(bare.llen("same") == min(4, 10 - len(taken)))
 
-    while len(taken) < 10:
-        wait_for(is_full, "the queue is full again")
-        taken += [json.loads(raw)["headers"]["id"] for raw in bare.rpop("same", 4)]
-    thread.join()
-    publisher.close()
+    with bulk_app(url, **limit(4)) as app, Publisher(app, "same") as publisher:
+        thread = threading.Thread(target=publisher.send, args=(jobs(10),))
+        thread.start()
+        while len(taken) < 10:
+            wait_for(is_full, "the queue is full again")
+            taken += [json.loads(raw)["headers"]["id"] for raw in bare.rpop("same", 4)]
+        thread.join()
     assert taken == [task_id for task_id, _ in jobs(10)]
 
 
@@ -186,8 +193,8 @@ def test_each_forked_process_sends_all_its_jobs(app: Celery, bare: Any, used: in
 
 def test_a_key_prefix_is_kept(url: str, bare: Any) -> None:
     with (
-        bulk_app(url, broker_transport_options={"global_keyprefix": "mine."}) as app,
-        Publisher(app, "same", max_waiting=2, wait_s=0) as publisher,
+        bulk_app(url, broker_transport_options={"global_keyprefix": "mine."}, **limit(2)) as app,
+        Publisher(app, "same", wait_s=0) as publisher,
     ):
         with pytest.raises(QueueFull):
             publisher.send([(uuid(), "one"), (uuid(), "two"), (uuid(), "three")])

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,15 +14,13 @@ from kombu.exceptions import OperationalError
 
 from batchery import AsyncClient, BatchTask, BrokerRefused, Client, QueueFull, install
 from batchery_producer import Ending, Summary, submit_file
-from batchery_producer.publisher import Publisher
 from support.harness import wait_for
 from support.patience import patient
 
-LOW = "echo\x06\x166"
 CLASSES = {
     "high": {"level": 0, "share": 5, "max_waiting": 3},
     "normal": {"level": 3, "share": 3, "max_waiting": 20},
-    "low": {"level": 6, "share": 2, "max_wait_s": 60},
+    "low": {"level": 6, "share": 2},
 }
 NORMAL = "echo\x06\x163"
 
@@ -60,23 +57,6 @@ def test_a_call_is_refused_while_its_class_is_full(echo: Any, bare: Any) -> None
     bare.rpop("echo")
     echo.delay("room again")
     assert bare.llen("echo") == 1
-
-
-def test_a_class_is_full_while_its_oldest_job_waits_for_too_long(
-    app: Celery, echo: Any, bare: Any
-) -> None:
-    app.send_task("plain", ("of a client that says nothing",), queue="echo", priority=6)
-    echo.apply_async(("new",), priority=6)
-    bare.delete(LOW)
-    sent_at = time.time() - 61
-    headers = {"batchery_sent_at": sent_at}
-    app.send_task("plain", ("old",), queue="echo", priority=9, headers=headers)
-    bare.rename("echo\x06\x169", LOW)
-    with pytest.raises(QueueFull, match=r"class 'low' has a job that has waited ") as refused:
-        echo.apply_async(("new",), priority=6)
-    waited = re.search(r"waited (\d\d\.\d) s", str(refused.value))
-    assert waited
-    assert 61 <= float(waited[1]) <= round(time.time() - sent_at, 1)
 
 
 def test_jobs_of_workflows_have_room(app: Celery, echo: Any, bare: Any) -> None:
@@ -143,12 +123,6 @@ def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, ba
     wait_for(lambda: bare.llen("echo") == 3, "the class is full again")
     caller.join(5 * limit_s)
     assert [each > began_s + 0.7 * limit_s for each in raised_s] == [True]
-
-
-def test_a_publishers_own_limit_takes_the_place_of_the_classes(app: Celery, bare: Any) -> None:
-    with Publisher(app, "echo", max_waiting=5, wait_s=0) as publisher:
-        publisher.send([(uuid(), number) for number in range(5)])
-    assert bare.llen("echo") == 5
 
 
 def test_a_coroutine_is_refused_at_once(app: Celery, bare: Any) -> None:

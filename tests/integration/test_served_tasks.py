@@ -8,7 +8,7 @@ from celery import Celery
 
 from batchery import SettingsError
 from batchery_producer import submit_file
-from batchery_producer.diagnosis import find_task
+from batchery_producer.diagnosis import check_task
 from support.bulk_runs import APP, Command, write_rows
 from support.harness import Worker
 from support.patience import patient
@@ -32,16 +32,8 @@ def test_a_task_that_nobody_has_is_refused_with_those_that_there_are(
 
 
 def test_a_task_whose_worker_is_yet_to_come_needs_its_queue(client: Celery, worker: Worker) -> None:
-    assert find_task(client, "later", "its_queue") == "later"
-
-
-def test_a_model_is_found_by_its_alias(
-    monkeypatch: pytest.MonkeyPatch, client: Celery, worker: Worker
-) -> None:
-    name = f"{APP}.shout"
-    monkeypatch.setattr(client.tasks["celery.map"], "model_aliases", "one,two", raising=False)
-    assert find_task(client, "two", "its_queue") == "celery.map"
-    assert find_task(client, name, None) == name
+    check_task(client, "later", "its_queue")
+    check_task(client, f"{APP}.shout", None)
 
 
 def test_ctrl_c_names_resume(tmp_path: Path, redis_url: str, worker: Worker) -> None:

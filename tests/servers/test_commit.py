@@ -318,7 +318,7 @@ def test_scripts_may_be_flushed(house: House) -> None:
 def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
-    house.committer._store_asked = house.store
+    house.committer._broker._store = house.store
     for each in (house.committer._results, house.committer._broker):
         lossy: Any = each
         lossy._scripts = LostAnswers(each.scripts, 2)

@@ -14,8 +14,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "rerank": {"labels": ("relevance",)},
     "sparse_embedding": {"head": "MaskedLM"},
     "multi_vector_embedding": {},
-    "zero_shot": {"labels": ("contradiction", "neutral", "entailment")},
-    "token_classification": {"labels": ("O", "B-PER", "I-PER"), "head": "TokenClassification"},
 }
 
 

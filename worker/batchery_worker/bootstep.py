@@ -37,7 +37,6 @@ from batchery_worker.queue_plan import (
 )
 
 _Step: Any = bootsteps.Step
-_ConsumerStep: Any = bootsteps.StartStopStep
 
 logger = logging.getLogger("batchery.worker")
 

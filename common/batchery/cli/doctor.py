@@ -25,7 +25,6 @@ from batchery.cli.app import (
     timeout_option,
 )
 from batchery.cli.console import AWAY, render
-from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
     PATIENCE_S,
     Survey,
@@ -93,10 +92,8 @@ class Deployment:
 
     @cached_property
     def survey(self) -> Survey:
-        """What workers say, and what waits, also in queues that nobody knows."""
-        known = {*app_queues(self.app), JOBS_QUEUE}
-        strays = StrayQueues(self.app).look(known, ALL_CALLS)
-        return survey(self.app, self._timeout_s, {*known, *strays})
+        """What workers say, and what waits."""
+        return survey(self.app, self._timeout_s, {*app_queues(self.app), JOBS_QUEUE})
 
     @cached_property
     def consumed(self) -> Mapping[str, set[str]]:
@@ -230,16 +227,6 @@ def find_no_worker(on: Deployment) -> Iterator[str]:
 
 
 @check(
-    *("worker-silent", "warning", "it is very busy, or hangs; its jobs wait"),
-    "celery -A APP inspect ping  # and its log",
-)
-def find_silent(on: Deployment) -> Iterator[str]:
-    """Workers that live, by what Redis knows, and give no figures."""
-    for worker, why in on.survey.problems().items():
-        yield f"{worker}: {why}"
-
-
-@check(
     *("worker-stock", "warning", "it runs items one by one, and dead it holds jobs for an hour"),
     "batchery.install(app)  # or for plain workers: celery -A APP worker -Q OTHER",
 )
@@ -258,22 +245,12 @@ def find_stock(on: Deployment) -> Iterator[str]:
     "celery -A APP worker -Q QUEUE  # or send to the queue that was meant",
 )
 def find_unserved(on: Deployment) -> Iterator[str]:
-    """Queues with jobs that no worker consumes, such as a misspelt one."""
+    """Queues of the app with jobs that no worker consumes, such as one whose `-Q` is misspelt."""
     consumed = set[str]().union(*on.consumed.values())
     for queue, jobs in on.survey.queues.items():
         if jobs and queue not in consumed:
             text = f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
             yield text + nearest_name(queue, sorted(consumed))
-
-
-@check(
-    *("dead-letters", "warning", "nobody can run these messages, and they stay"),
-    "batchery dead list -A APP",
-)
-def find_dead_letters(on: Deployment) -> Iterator[str]:
-    """Messages that could not be run."""
-    if on.survey.dead_letters:
-        yield counted(on.survey.dead_letters, "dead letter")
 
 
 # What was found

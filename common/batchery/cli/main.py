@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,30 +18,21 @@ if TYPE_CHECKING:
 else:
     from click_didyoumean import DYMGroup
 
-#: Headings of `batchery --help`, and the commands below each.
-SECTIONS: Mapping[str, Mapping[str, str]] = {
-    "Run": {
-        "up": "batchery_worker.cli.up:up",
-        "serve": "batchery_producer.cli.serve:serve",
-        "submit": "batchery_producer.cli.submit:submit",
-    },
-    "See what it does": {
-        "stats": "batchery.cli.stats:stats",
-        "explain": "batchery.cli.explain:explain",
-        "doctor": "batchery.cli.doctor:doctor",
-        "dead": "batchery.cli.dead_letters:dead",
-    },
-    "Operate": {
-        "reload": "batchery.cli.control:reload",
-        "tune": "batchery_worker.cli.tune:tune",
-        "key": "batchery_producer.cli.serve:key",
-        "acl": "batchery.cli.acl:acl",
-        "exporter": "batchery.operations.exporter:exporter",
-    },
-}
-
 #: Where each command is.
-PLACES = {name: place for part in SECTIONS.values() for name, place in part.items()}
+PLACES = {
+    "acl": "batchery.cli.acl:acl",
+    "dead": "batchery.cli.dead_letters:dead",
+    "doctor": "batchery.cli.doctor:doctor",
+    "explain": "batchery.cli.explain:explain",
+    "exporter": "batchery.operations.exporter:exporter",
+    "key": "batchery_producer.cli.serve:key",
+    "reload": "batchery.cli.control:reload",
+    "serve": "batchery_producer.cli.serve:serve",
+    "stats": "batchery.cli.stats:stats",
+    "submit": "batchery_producer.cli.submit:submit",
+    "tune": "batchery_worker.cli.tune:tune",
+    "up": "batchery_worker.cli.up:up",
+}
 
 #: Exit code of an interrupted command, as in every shell.
 INTERRUPTED = 128 + signal.SIGINT
@@ -87,15 +78,6 @@ class CommandGroup(DYMGroup):
         module, _, name = PLACES[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), name)
         return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the commands below their headings."""
-        for heading, names in SECTIONS.items():
-            found = [(each, self.get_command(ctx, each)) for each in names]
-            with formatter.section(heading):
-                formatter.write_dl(
-                    [(each, one.get_short_help_str(80)) for each, one in found if one]
-                )
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the subcommand; an error of ours becomes one line and its exit code."""

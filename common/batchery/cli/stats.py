@@ -14,7 +14,6 @@ from rich.text import Text
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import broker_errors, describe, render
-from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
     PATIENCE_S,
     Survey,
@@ -70,8 +69,7 @@ def stats(
 
     Redis knows which workers live. The command ends when all of them have answered, which may take
     a while on a busy machine. Queue depths come from the broker, for the queues of the app and
-    those that workers consume, and for all others with jobs, as one may be misspelt.
-    docs/observe.md explains every figure.
+    those that workers consume. docs/observe.md explains every figure.
 
     \b
     Exit codes:
@@ -90,10 +88,7 @@ def stats(
 def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
     """Shows a survey, as tables or as JSON; returns the exit code."""
     check_broker(app)
-    queues = app_queues(app)
-    with broker_errors():
-        queues |= set(StrayQueues(app).look(queues, ALL_CALLS))
-    now = survey(app, timeout_s, queues)
+    now = survey(app, timeout_s, app_queues(app))
     if now.unserved:  # Workers without leases may serve them.
         with broker_errors():
             served = set[str]().union(*consumed_queues(app).values())

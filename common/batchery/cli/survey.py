@@ -1,11 +1,9 @@
 """What workers do and serve, and what waits in queues, at one moment."""
 
 import difflib
-import re
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from batchery.protocol.commands import FIGURES
 from batchery.protocol.figures import WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
+from batchery.task import BatchTask
 from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery.transport.redis_schema import Keys, later_sets, transport_scripts
@@ -32,17 +31,8 @@ PATIENCE_S = 15.0
 #: How long all others are awaited, in seconds: nobody knows how many there are.
 DISCOVERY_S = 1.0
 
-#: A task in the answer to `celery inspect registered FIELD ...`: `name [field=value field=value]`.
-ANSWER = re.compile(r"(?P<name>\S+)(?: \[(?P<fields>.*)\])?")
-
-#: Where one of its fields ends and the next one begins.
-NEXT_FIELD = re.compile(r" (?=\w+=)")
-
 #: Maximum number of tasks that a message names.
 MAX_NAMED = 8
-
-#: Attributes of a task, by task, by worker.
-Registered = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 class RedisMemory(NamedTuple):
@@ -67,12 +57,10 @@ class Survey:
         oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
             where it does not say when it was sent, and where no message waits.
         leased: Messages that live workers hold, by queue; none where the broker is not a Redis.
-        scheduled: How many messages wait for their time, beside their queues or with a worker;
-            None if the broker is not a Redis.
+        scheduled: How many messages wait for their time, beside their queues; None if the broker is
+            not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
         is_asked: Whether workers were asked for their figures.
-        undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
-        strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
         unserved: Queues with jobs that no worker consumes, as far as workers say what they do.
     """
 
@@ -84,8 +72,6 @@ class Survey:
     scheduled: int | None = None
     memory: RedisMemory | None = None
     is_asked: bool = True
-    undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
-    strays: Mapping[str, int] = field(default_factory=dict)
     unserved: Collection[str] = ()
 
     @cached_property
@@ -130,32 +116,6 @@ class Survey:
             "dead_letters": self.dead_letters,
             "oldest_s": {**self.oldest_s},
         }
-
-
-class FirstSeen:
-    """For how long jobs have waited that do not say when they were sent, as of plain clients. Pure.
-
-    It remembers when such a job was first seen next in turn in its queue.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        #: By queue and id; only of the jobs of the last survey.
-        self._seen_s: dict[tuple[str, bytes], float] = {}
-
-    def date(self, survey: Survey) -> Survey:
-        """The survey with the ages of these jobs, which may be older: they had other turns before.
-
-        Args:
-            survey: Later than the one before.
-        """
-        now_s = self._clock()
-        heads = [(queue, id_) for queue, ids in survey.undated.items() for id_ in ids]
-        self._seen_s = {head: self._seen_s.get(head, now_s) for head in heads}
-        oldest_s = {**survey.oldest_s}
-        for (queue, _), seen_s in self._seen_s.items():
-            oldest_s[queue] = max(oldest_s.get(queue) or 0.0, now_s - seen_s)
-        return replace(survey, oldest_s=oldest_s)
 
 
 def survey(
@@ -203,12 +163,9 @@ def survey(
             None if letters is None else len(letters),
             {name: each.oldest_s for name, each in waiting.items()},
             leased,
-            None
-            if client is None
-            else sum(each.scheduled for each in live) + _count_later(connection, client, waiting),
+            None if client is None else _count_later(connection, client, waiting),
             None if client is None else _read_memory(client),
             is_asked=asks,
-            undated={name: each.undated for name, each in waiting.items()},
             unserved={name for name, each in waiting.items() if each.jobs} - consumed,
         )
 
@@ -235,12 +192,9 @@ def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set
     ]
     names = {each.name for each in live if each.name is not None}
     if len(names) < len(live) or app.connection_for_read().transport.driver_type != "redis":
-        tasks = registered_tasks(app, ["is_installed"], DISCOVERY_S)
-        names |= {
-            name
-            for name, each in tasks.items()
-            if any(info.get("is_installed") == "True" for info in each.values())
-        }
+        batch = {name for name, task in app.tasks.items() if isinstance(task, BatchTask)}
+        found = registered_tasks(app, DISCOVERY_S)
+        names |= {name for name, tasks in found.items() if not batch.isdisjoint(tasks)}
     return names
 
 
@@ -258,57 +212,33 @@ def ask_workers(
 
 def registered_tasks(
     app: Celery,
-    fields: Iterable[str],
     timeout_s: float,
     limit: int | None = None,
     names: Collection[str] | None = None,
-) -> Registered:
-    """Asks workers for their tasks, without Celery's own.
+) -> Mapping[str, Collection[str]]:
+    """Asks workers for the names of their tasks, without Celery's own.
 
     Args:
         app: The app whose broker is asked.
-        fields: Attributes of tasks; an answer has those that are not None, as text.
         timeout_s: How long answers are collected, in seconds.
         limit: Number of answers that are enough; None for all workers'.
         names: Of the workers; None for all.
     """
     replies = app.control.broadcast(
         "registered",
-        arguments={"taskinfoitems": list(fields)},
         destination=None if names is None else sorted(names),
         reply=True,
         timeout=timeout_s,
         limit=limit,
     )
-    return parse_registered(flatten_reply(replies or []))
+    answers = flatten_reply(replies or [])
+    return {worker: tasks for worker, tasks in answers.items() if isinstance(tasks, list)}
 
 
 def consumed_queues(app: Celery) -> dict[str, set[str]]:
     """Names of the queues that each worker consumes, of those that answer soon; any worker may."""
     answers = app.control.inspect(timeout=DISCOVERY_S).active_queues() or {}
     return {worker: {each["name"] for each in queues} for worker, queues in answers.items()}
-
-
-def parse_registered(answers: Mapping[str, Any]) -> Registered:
-    """Reads each worker's answer; one that is no list of tasks is left out."""
-    return {
-        worker: dict(map(_parse, tasks))
-        for worker, tasks in sorted(answers.items())
-        if isinstance(tasks, list)
-    }
-
-
-def _parse(task: str) -> tuple[str, Mapping[str, str]]:
-    found = ANSWER.fullmatch(task)
-    if found is None:
-        return task, {}
-    pairs = [field.partition("=") for field in NEXT_FIELD.split(found["fields"] or "") if field]
-    return found["name"], {name: value for name, _, value in pairs}
-
-
-def aliases_in(info: Mapping[str, str]) -> list[str]:
-    """The aliases of a model, which its worker spells in one text."""
-    return [alias for alias in info.get("model_aliases", "").split(",") if alias]
 
 
 def name_tasks(name: str, names: Iterable[str]) -> str:

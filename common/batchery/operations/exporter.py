@@ -6,16 +6,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import click
 
 from batchery.cli.app import app_options, load_app
-from batchery.cli.console import broker_errors
-from batchery.cli.stray_queues import StrayQueues
-from batchery.cli.survey import FirstSeen, Survey, app_queues, survey
+from batchery.cli.survey import Survey, app_queues, survey
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -44,9 +42,8 @@ def exporter(*, app_path: str, redis_url: str | None, host: str, port: int, name
     """Serve the metrics of all queues to Prometheus; workers have ports of their own.
 
     Queues come from Redis alone: those of the app, those that workers consume, and those of
-    --queues. Jobs in all others are counted as strays: their queue may be misspelt. /readyz says
-    whether Redis answers; while it does not, batchery_broker_up is 0, and there is no metric of a
-    queue.
+    --queues. /readyz says whether Redis answers; while it does not, batchery_broker_up is 0, and
+    there is no metric of a queue.
 
     \b
     Exit codes:
@@ -58,14 +55,7 @@ def exporter(*, app_path: str, redis_url: str | None, host: str, port: int, name
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     app = load_app(app_path, redis_url, with_tasks=True)
     queues = app_queues(app) | {name for name in names.split(",") if name}
-    strays = StrayQueues(app)
-
-    def take() -> Survey:
-        found = survey(app, queues=queues, asks=False)
-        with broker_errors():
-            return replace(found, strays=strays.look(found.queues))
-
-    watch = ClusterWatch(take)
+    watch = ClusterWatch(partial(survey, app, queues=queues, asks=False))
     listening = Port(host, port, watch.collect, lambda: "", watch.find_problem)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
@@ -79,7 +69,7 @@ class ClusterWatch:
 
     def __init__(self, take: Callable[[], Survey]) -> None:
         """Surveys nothing yet; `take` is called on a thread of its own, as Redis may hang."""
-        self._take, self._first_seen = take, FirstSeen()
+        self._take = take
         self._thread = ThreadPoolExecutor(1, "batchery-survey")
         self._lock = threading.Lock()
         self._running: Future[Survey] | None = None
@@ -92,7 +82,7 @@ class ClusterWatch:
             running = self._running
             if running is None or (running.done() and monotonic() - self._began_s >= FRESH_S):
                 self._began_s = monotonic()
-                running = self._thread.submit(lambda: self._first_seen.date(self._take()))
+                running = self._thread.submit(self._take)
                 self._running = running
         return running
 

@@ -82,7 +82,6 @@ TABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Read]]] = {
         ("device_resident_memory_bytes", "Main memory of its process.", "resident_kib"),
         ("device_memory_bytes", "Memory that torch holds.", "memory.reserved_bytes"),
         ("device_memory_size_bytes", "All memory of the GPU.", "memory.total_bytes"),
-        ("device_peak_flops", "FLOPs per second that it could do.", "memory.peak_flops"),
     ),
     ("worker", "device", "model"): (
         ("model_batch_tokens", "Token budget.", lambda model: model.max_batch_tokens or None),
@@ -236,7 +235,6 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
     for name, text, rows in (
         ("waiting_jobs", "Messages that no live worker holds.", survey.queues.items()),
         ("leased_jobs", "That live workers hold.", survey.leased.items()),
-        ("stray_jobs", "In unknown queues.", survey.strays.items()),
         ("oldest_job_seconds", "Age of the oldest not begun.", ages),
     ):
         yield _family(f"batchery_queue_{name}", text, ("queue",), rows)

@@ -239,8 +239,6 @@ class MemorySnapshot:
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
     total_bytes: int | None = None
-    #: What it could compute per second, in FLOPs; None where nobody has looked it up.
-    peak_flops: float | None = None
 
 
 @dataclass(slots=True)

@@ -127,12 +127,9 @@ class LeaseStore:
         #: This worker's id, and the HASH of its leases; a fenced worker gets new ones.
         self.worker = self.lease_key = ""
 
-    def describe(
-        self, queues: Sequence[str], name: str, leased: Mapping[str, int], scheduled: int
-    ) -> str:
+    def describe(self, queues: Sequence[str], name: str, leased: Mapping[str, int]) -> str:
         """What others want to know of this worker, as JSON; see `Registration.info`."""
-        known = {"queues": queues, "name": name, "leased": leased, "scheduled": scheduled}
-        return self._registration.info(**known)
+        return self._registration.info(queues=queues, name=name, leased=leased)
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows of it; from any thread."""

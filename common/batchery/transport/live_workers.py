@@ -39,7 +39,6 @@ class RegisteredWorker:
         host: Name of its machine.
         version: That of its Batchery.
         leased: How many messages of each queue it held at its last heartbeat.
-        scheduled: How many of them waited for their time.
         silent_s: For how long it had sent no heartbeat, in seconds, on the clock of Redis. Just
             after an outage of Redis all workers were silent.
     """
@@ -50,7 +49,6 @@ class RegisteredWorker:
     host: str | None = None
     version: str | None = None
     leased: Mapping[str, int] = field(default_factory=dict)
-    scheduled: int = 0
     silent_s: float = 0.0
 
     @property

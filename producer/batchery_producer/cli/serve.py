@@ -28,10 +28,9 @@ def serve(
 ) -> None:
     """Serve the models of the settings over HTTP.
 
-    It speaks OpenAI's API (embeddings, texts, files, batches), TEI's, Cohere's embed and rerank,
-    and its own; /openapi.json has all routes, and / is a page. Without API keys it listens on
-    loopback alone: `batchery key NAME` makes one. The table [gateway] of the settings has the
-    limits.
+    It speaks OpenAI's API (embeddings, texts, files, batches), TEI's, Cohere's rerank, and its
+    own; /openapi.json has all routes, and / is a page. Without API keys it listens on loopback
+    alone: `batchery key NAME` makes one. The table [gateway] of the settings has the limits.
 
     \b
     Exit codes:

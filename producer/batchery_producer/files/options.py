@@ -114,7 +114,6 @@ class SubmitOptions:
         tenant: For whom the jobs run; by default for nobody in particular.
         errors: Gets one line per failure; by default `<output>.errors.jsonl`; in the current
             directory and named after the input, if results go to standard output.
-        ordered: Write results in the order of the input, when all are there.
         overwrite: Replace an output that is there.
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the
             earlier run that are still in flight are awaited, not sent again.
@@ -138,7 +137,6 @@ class SubmitOptions:
     priority: int | None = None
     tenant: str | None = None
     errors: str | Path | None = None
-    ordered: bool = False
     overwrite: bool = False
     resume: bool = False
     window: int = WINDOW

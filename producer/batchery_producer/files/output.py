@@ -1,14 +1,13 @@
 """The files of a run: results, failures and a journal; and the final form of an output.
 
-An output may be sorted, or a table. Then it cannot be written line by line: results are gathered in
-a file of JSON lines, the part. When every row is done, the output is written from the part, which
-is kept until the output is complete.
+An output that is a table cannot be written line by line: results are gathered in a file of JSON
+lines, the part. When every row is done, the output is written from the part, which is kept until
+the output is complete.
 """
 
 import json
 import os
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Self
@@ -18,7 +17,7 @@ from celery.utils.functional import chunks
 from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset, Record
 from batchery_producer.files.journal import FinishedRows, Journal
-from batchery_producer.files.json_lines import JsonLines, encoded, read_lines
+from batchery_producer.files.json_lines import JsonLines, read_lines
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.source import (
     STANDARD_STREAM,
@@ -80,12 +79,8 @@ class Output:
         if is_url(name):
             raise DatasetError(f"{name}: results go to a file of this machine; copy it in the end")
         self._path = Path(name)
-        self._ordered = options.ordered
         is_stream = name == STANDARD_STREAM
-        if is_stream and options.ordered:
-            raise DatasetError("standard output gets results as they come; name a file to order")
         self._is_table = not is_stream and _check_format(name)
-        self._needs_part = self._ordered or self._is_table
         self.done = FinishedRows(source.names)
         self.first_failure = ""
         self.journal: Journal | None = None
@@ -101,7 +96,7 @@ class Output:
             self._journal_path = None if source.is_stream else self._journal_place
         self._check(errors, None if is_stream else self._path, options)
         self.is_resumed = options.resume and self.is_begun
-        place = self._path.with_name(f"{self._path.name}.part") if self._needs_part else self._path
+        place = self._path.with_name(f"{self._path.name}.part") if self._is_table else self._path
         self.results, self.errors = JsonLines(None if is_stream else place), JsonLines(errors)
 
     def _default_errors(self, is_stream: bool) -> Path:
@@ -173,7 +168,7 @@ class Output:
             return self.journal
         self.journal = journal
         self.results.open()
-        final = self._path if self._needs_part else None
+        final = self._path if self._is_table else None
         for path in (self._journal_place, self.errors.path, final):
             if path is not None and path.is_file():
                 path.unlink()
@@ -242,7 +237,7 @@ class Output:
             DatasetError: The output cannot be written; no result is lost.
         """
         self.flush()
-        if complete and self._needs_part:
+        if complete and self._is_table:
             self._write_final()
         if complete and self._journal_path is not None:
             self._journal_path.unlink(missing_ok=True)
@@ -254,7 +249,7 @@ class Output:
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             with open(new, "wb") as file:
-                self._write(file)
+                write_parquet(self._entries, file)
             os.replace(new, self._path)
         except Exception as error:  # Arrow has errors of its own.
             why, where = getattr(error, "strerror", None) or error, self.results.path
@@ -265,16 +260,8 @@ class Output:
             new.unlink(missing_ok=True)
         self._is_written = True
 
-    def _write(self, file: BinaryIO) -> None:
-        if self._is_table:
-            write_parquet(self._entries, file)
-        else:
-            file.writelines(encoded(entry) + b"\n" for entry in self._entries())
-
     def _entries(self) -> Iterator[Entry]:
         assert self.results.path is not None
-        if self._ordered and self.journal is not None:
-            return _read_sorted(self.results.path, self.journal.files)
         return (entry for entry, _ in read_lines(self.results.path))
 
 
@@ -291,23 +278,6 @@ def _check_format(name: str) -> bool:
     if extension == TABLE:
         extra("pyarrow")
     return extension == TABLE
-
-
-def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
-    """Entries in the order of the input; memory holds the offset of each line, eight bytes."""
-    numbers = {name: number for number, name in enumerate(files)}
-    offsets = [array("Q") for _ in files]
-    start = 0
-    for entry, end in read_lines(part):
-        of_file, row = offsets[numbers.get(entry.get("file", ""), 0)], entry["row"]
-        of_file.extend(array("Q", bytes(8 * max(row + 1 - len(of_file), 0))))
-        of_file[row] = start + 1  # 0 means that the row has no entry.
-        start = end
-    with open(part, "rb") as file:
-        for of_file in offsets:
-            for offset in filter(None, of_file):
-                file.seek(offset - 1)
-                yield json.loads(file.readline())
 
 
 def write_parquet(entries: Callable[[], Iterable[Entry]], file: BinaryIO) -> None:

@@ -32,7 +32,7 @@ from batchery.transport.dead_letters import check_size
 from batchery_producer.answers import Answer
 from batchery_producer.broker import BrokerConnection
 from batchery_producer.collector import Collector
-from batchery_producer.diagnosis import explain_stall, find_task
+from batchery_producer.diagnosis import check_task, explain_stall
 from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
@@ -143,7 +143,7 @@ class FileRun:
         Args:
             app: App to which jobs are sent and in which results are stored.
             dataset: The input.
-            task: Name of the task, or alias of a model.
+            task: Name of the task.
             options: Those for reading and writing files do not matter here.
 
         Raises:
@@ -154,7 +154,8 @@ class FileRun:
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
-        self.task = find_task(app, task, options.queue)
+        check_task(app, task, options.queue)
+        self.task = task
         self._app, self._dataset, self._options = app, dataset, options
         self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
         self._collector = Collector(app, self._retries)
@@ -348,7 +349,7 @@ def submit_file(
     Args:
         source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
             `Dataset`.
-        task: Name of the task, or alias of a model.
+        task: Name of the task.
         output: Gets one line per result, in the order of completion; `-` is standard output.
         app: App to which jobs are sent and in which results are stored.
         options: All other options.
@@ -370,7 +371,7 @@ def submit_file(
     dataset = Dataset(source, options)
     files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
-    settings = {"task": run.task, "kwargs": options.keywords or {}, "ordered": options.ordered}
+    settings = {"task": run.task, "kwargs": options.keywords or {}}
     with closing(Feed(dataset.checked(), options.window)) as rows, files:
         try:
             rows.begin(options.stop)

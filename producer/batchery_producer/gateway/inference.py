@@ -118,48 +118,11 @@ async def embed_items(
 # What clients of several vendors say of the texts of embeddings
 
 
-#: What vendors and models call the text that is searched with, and the texts that are found.
-QUERIES = ("query", "search_query", "retrieval.query")
-DOCUMENTS = ("document", "search_document", "passage", "retrieval.passage")
-
-
-async def choose_prompt(
-    request: Request, model: ServedModel, purpose: str | None
-) -> dict[str, Any]:
-    """The keyword with the model's prompt for what texts are for, which is field `input_type`.
-
-    A document may have none: many models have a prompt for queries alone.
-
-    Args:
-        request: Whose texts they are.
-        model: Of kind embedding.
-        purpose: What they are for, such as `search_query`; None if nobody said.
-
-    Raises:
-        Problem: The model has prompts, and none for this; or the gateway cannot read them.
-    """
-    if purpose is None:
-        return {}
-    known = next((names for names in (QUERIES, DOCUMENTS) if purpose in names), ())
-    names = (purpose, *known)
-    prompts: Mapping[str, str] = model.settings.prompts
-    if not prompts.keys() & set(names):
-        try:
-            prompts = await get_gateway(request).prompts.find(model)
-        except Problem as problem:
-            text = f"input_type: {problem.message}; or name its prompts in the setting prompts"
-            raise Problem(problem.kind, text, param="input_type") from problem
-    for name in names:
-        if name in prompts:
-            return {"prompt": name}
-    if any(prompts.values()) and known is not DOCUMENTS:
-        raise Problem(
-            Kind.INVALID,
-            f"input_type {purpose!r:.80}: the model has no prompt for it; there are:"
-            f" {', '.join(sorted(prompts))}",
-            param="input_type",
-        )
-    return {}
+#: What vendors call texts that are searched with, and those that are found -> the models' prompts.
+PROMPTS = {
+    **dict.fromkeys(("search_query", "retrieval.query"), "query"),
+    **dict.fromkeys(("search_document", "retrieval.passage"), "document"),
+}
 
 
 def build_keywords(

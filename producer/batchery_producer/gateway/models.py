@@ -1,13 +1,9 @@
-"""The models of the settings, as requests name them, and the prompts of their files."""
+"""The models of the settings, as requests name them, and their vectors."""
 
-import asyncio
 import base64
-import json
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import GetPydanticSchema
@@ -96,77 +92,6 @@ class ServedModels:
             code="model_not_found",
             param="model",
         )
-
-
-# Their files
-
-
-logger = logging.getLogger("uvicorn.error")
-
-
-def read_file(model: ServedModel, name: str) -> Any:
-    """Reads a JSON file of a model: of its folder, or of its repository on the Hugging Face hub.
-
-    Returns:
-        What it says; an empty dictionary where there is none.
-
-    Raises:
-        Problem: It cannot be read: there is no such folder, the hub does not answer, or it is no
-            JSON.
-    """
-    folder = Path(model.settings.model).expanduser()
-    try:
-        path = folder / name if folder.is_dir() else _download(model.settings, name)
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
-        raise Problem(
-            Kind.UNSUPPORTED,
-            f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its log"
-            " says why",
-        ) from error
-
-
-def _download(settings: ModelSettings, name: str) -> Path:
-    # It takes longer to import than all else, and folders need none of it.
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(settings.model, name, revision=settings.revision))
-    except LocalEntryNotFoundError as error:
-        raise OSError(str(error)) from error
-    except EntryNotFoundError:
-        raise FileNotFoundError from None
-
-
-def read_prompts(model: ServedModel) -> Mapping[str, str]:
-    """The prompts of a model: those of its files, and those of its settings among them."""
-    # sentence-transformers reads its other files only where this one names its modules.
-    has_modules = bool(read_file(model, "modules.json"))
-    said = read_file(model, "config_sentence_transformers.json") if has_modules else {}
-    return {**(said.get("prompts") or {}), **model.settings.prompts}
-
-
-class ModelPrompts:
-    """The prompts of each model, read when they are first asked for."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Mapping[str, str]] = {}
-        self._reading = asyncio.Lock()
-
-    async def find(self, model: ServedModel) -> Mapping[str, str]:
-        """Those of a model.
-
-        Raises:
-            Problem: Its files cannot be read; the next call tries again.
-        """
-        async with self._reading:
-            if model.name not in self._known:
-                self._known[model.name] = await asyncio.to_thread(read_prompts, model)
-            return self._known[model.name]
 
 
 # Their vectors, as workers send them: float32, little-endian, in base64

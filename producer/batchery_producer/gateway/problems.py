@@ -272,7 +272,6 @@ FORMS: dict[str, ErrorFormat] = {
     "/": PLAIN,
     "/v1/": OPENAI,
     "/v1/embeddings": OPENAI,
-    "/v1/embed": COHERE,
     "/v1/rerank": COHERE,
     "/v2/": COHERE,
     **dict.fromkeys(("/embed", "/predict", "/rerank", "/similarity"), TEI),

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Problem, build_problem
-from batchery_producer.gateway.running import Gateway, get_gateway
+from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody
 
 router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
@@ -64,33 +64,93 @@ class ProcessBatchResponse(TypedDict):
     performance_metrics: dict[str, float | int | None]
 
 
+class LabelRun:
+    """One request: its texts, and what has become of them.
+
+    Attributes:
+        results: The labels so far, in the order of the texts.
+        batches: The forward passes that they took part in; results from a cache have none.
+    """
+
+    def __init__(self, request: Request, body: ProcessBatchRequest) -> None:
+        request.state.caller.check(len(body.texts), sum(map(len, body.texts)))
+        self._request, self.body, self.gateway = request, body, get_gateway(request)
+        self.model = self.gateway.models.find(body.model, KINDS)
+        self.results: list[LabelledText] = []
+        self.batches: set[BatchSummary] = set()
+        self._began_s = time.perf_counter()
+
+    async def send(self, texts: Sequence[str]) -> list[Outcome]:
+        """What comes of some of its texts."""
+        keywords = self.body.keywords(self.model)
+        return await run_outcomes(self._request, self.model, texts, keywords, self.body.batch_size)
+
+    def add(self, texts: Sequence[str], outcomes: Sequence[Outcome]) -> list[LabelledText]:
+        """Adds the labels of the next texts, and returns them."""
+        labelled: list[LabelledText] = [
+            {
+                "text": text,
+                "sentiment": outcome.value["label"],
+                "confidence": outcome.value["score"],
+                "token_count": outcome.value["tokens"],
+                "processing_order": order,
+                "truncated": outcome.value.get("truncated", False),
+            }
+            for order, (text, outcome) in enumerate(
+                zip(texts, outcomes, strict=True), len(self.results)
+            )
+        ]
+        self.results += labelled
+        self.batches |= {each.batch for each in outcomes if each.batch is not None}
+        return labelled
+
+    async def end(self) -> float:
+        """Counts the request; returns how long it took, in seconds."""
+        took_s = time.perf_counter() - self._began_s
+        forward_s = sum(batch.forward_ms for batch in self.batches) / 1000
+        sums = {"texts": len(self.results), "batches": len(self.batches), "forward_s": forward_s}
+        peak = max((batch.size for batch in self.batches), default=0)
+        key = self.gateway.store.key(COUNTERS)
+
+        def add(client: Any) -> None:
+            with client.pipeline(transaction=False) as pipe:
+                for name, amount in {"requests": 1, **sums}.items():
+                    pipe.zincrby(key, amount, name)
+                pipe.zadd(key, {"peak_batch_size": peak}, gt=True)
+                pipe.execute()
+
+        # If Redis has gone, the request is not counted: its labels matter more.
+        with suppress(Problem):
+            await self.gateway.store.run(add)
+        return took_s
+
+
 @router.post("/process-batch")
 async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessBatchResponse:
     """The label of each text."""
-    gateway, model, began_s = get_gateway(request), _find_model(request, body), time.perf_counter()
-    call = run_outcomes(request, model, body.texts, body.keywords(model), body.batch_size)
-    outcomes = check_all(await call)
-    took_s, count = time.perf_counter() - began_s, len(outcomes)
-    batches, results = collect_batches(outcomes), label(body.texts, outcomes, 0)
-    await _count(gateway, count, batches)
+    run = LabelRun(request, body)
+    run.add(body.texts, check_all(await run.send(body.texts)))
+    took_s, count, own = await run.end(), len(body.texts), run.model.settings
+    devices = sorted({batch.device for batch in run.batches})
     used_gb = None
-    if not all(batch.device.startswith("cpu") for batch in batches):
-        used_gb = describe_devices(await gateway.monitor.workers(), model.queue)[1]
+    if not all(each.startswith("cpu") for each in devices):
+        workers = await run.gateway.monitor.workers()
+        used_gb = describe_devices(workers, run.model.queue)[1]
     return {
-        "results": results,
+        "results": run.results,
         "total_texts": count,
         "processing_time": took_s,
         "average_time_per_text": took_s / count,
         "batch_info": {
             "requested_batch_size": body.batch_size,
-            "actual_batches_used": len(batches),
-            "max_length": min(body.max_length, model.settings.max_length or body.max_length),
-            "device": ", ".join(sorted({batch.device for batch in batches})) or None,
+            "actual_batches_used": len(run.batches),
+            "max_length": min(body.max_length, own.max_length or body.max_length),
+            "device": ", ".join(devices) or None,
         },
         "performance_metrics": {
             "texts_per_second": count / took_s,
             "gpu_memory_used": used_gb,
-            "total_tokens_processed": sum(each["token_count"] for each in results),
+            "total_tokens_processed": sum(each["token_count"] for each in run.results),
         },
     }
 
@@ -102,93 +162,50 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessB
 )
 async def process_batch_stream(request: Request, body: ProcessBatchRequest) -> Response:
     """The labels batch by batch, as server-sent events."""
-    gateway, model, size = get_gateway(request), _find_model(request, body), body.batch_size
+    run, size = LabelRun(request, body), body.batch_size
     # Here an error has a status of its own.
-    gateway.health.check(model)
+    run.gateway.health.check(run.model)
     batches = [body.texts[start : start + size] for start in range(0, len(body.texts), size)]
-    calls = [
-        asyncio.ensure_future(run_outcomes(request, model, texts, body.keywords(model), size))
-        for texts in batches
-    ]
+    calls = [asyncio.ensure_future(run.send(texts)) for texts in batches]
     # Also looks at the errors that nobody awaits after the first.
     asyncio.gather(*calls, return_exceptions=True)
-    events = _list_events(gateway, body, batches, calls)
+    events = _list_events(run, batches, calls)
     return EventStream(
         (write_event(event) async for event in events), lambda: [call.cancel() for call in calls]
     )
 
 
 async def _list_events(
-    gateway: Gateway,
-    body: ProcessBatchRequest,
+    run: LabelRun,
     batches: Sequence[Sequence[str]],
     calls: Sequence["asyncio.Future[list[Outcome]]"],
 ) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream, in order, until the first error; all batches are sent at once."""
-    began_s, total = time.perf_counter(), len(body.texts)
-    results: list[LabelledText] = []
-    used: set[BatchSummary] = set()
-    yield {
-        "status": "started",
-        "total_texts": total,
-        "batch_size": body.batch_size,
-        "estimated_batches": len(batches),
-    }
+    sizes = {"total_texts": len(run.body.texts), "batch_size": run.body.batch_size}
+    yield {"status": "started", **sizes, "estimated_batches": len(batches)}
     for number, (texts, call) in enumerate(zip(batches, calls, strict=True), 1):
-        yield {
-            "status": "processing_batch",
-            "batch_number": number,
-            "batch_size": len(texts),
-            "progress": len(results) / total,
-        }
-        batch_began_s = time.perf_counter()
+        step, done = {"batch_number": number}, len(run.results)
+        progress = {"batch_size": len(texts), "progress": done / len(run.body.texts)}
+        yield {"status": "processing_batch", **step, **progress}
+        began_s = time.perf_counter()
         try:
-            outcomes = check_all(await call, len(results) if batches[1:] else None)
+            outcomes = check_all(await call, done if batches[1:] else None)
         except Exception as error:  # noqa: BLE001 - the head is sent, so it becomes an event
             problem = build_problem(error)
-            failed = {"batch_number": number, "detail": problem.message, "kind": problem.kind}
-            yield {"status": "error", **failed}
+            yield {"status": "error", **step, "detail": problem.message, "kind": problem.kind}
             return
-        took_s, partial = time.perf_counter() - batch_began_s, label(texts, outcomes, len(results))
-        results += partial
-        used |= collect_batches(outcomes)
+        took_s = time.perf_counter() - began_s
         yield {
             "status": "batch_complete",
-            "batch_number": number,
+            **step,
             "batch_time": took_s,
-            "texts_per_second": len(partial) / max(took_s, 1e-6),
-            "partial_results": partial,
+            "texts_per_second": len(texts) / max(took_s, 1e-6),
+            "partial_results": run.add(texts, outcomes),
         }
     # Before the last event, after which callers hang up.
-    await _count(gateway, total, used)
-    total_s = time.perf_counter() - began_s
-    times = {"total_time": total_s, "average_time_per_text": total_s / total}
-    yield {"status": "completed", **times, "final_results": results}
-
-
-def _find_model(request: Request, body: ProcessBatchRequest) -> ServedModel:
-    request.state.caller.check(len(body.texts), sum(map(len, body.texts)))
-    return get_gateway(request).models.find(body.model, KINDS)
-
-
-def label(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> list[LabelledText]:
-    """The label of each text, of which the first has this place in its request."""
-    return [
-        {
-            "text": text,
-            "sentiment": outcome.value["label"],
-            "confidence": outcome.value["score"],
-            "token_count": outcome.value["tokens"],
-            "processing_order": order,
-            "truncated": outcome.value.get("truncated", False),
-        }
-        for order, (text, outcome) in enumerate(zip(texts, outcomes, strict=True), start)
-    ]
-
-
-def collect_batches(outcomes: Iterable[Outcome]) -> set[BatchSummary]:
-    """The batches in which items were computed; results from a cache have none."""
-    return {outcome.batch for outcome in outcomes if outcome.batch is not None}
+    took_s = await run.end()
+    times = {"total_time": took_s, "average_time_per_text": took_s / len(run.results)}
+    yield {"status": "completed", **times, "final_results": run.results}
 
 
 # What these routes did, in all processes of all gateways: a sorted set in Redis, which can add and
@@ -232,24 +249,6 @@ async def batch_stats(request: Request) -> BatchStatsResponse:
         "current_gpu_memory": used_gb,
         "max_gpu_memory": peak_gb,
     }
-
-
-async def _count(gateway: Gateway, texts: int, batches: set[BatchSummary]) -> None:
-    forward_s = sum(batch.forward_ms for batch in batches) / 1000
-    sums = {"requests": 1, "texts": texts, "batches": len(batches), "forward_s": forward_s}
-    peak = max((batch.size for batch in batches), default=0)
-    key = gateway.store.key(COUNTERS)
-
-    def add(client: Any) -> None:
-        with client.pipeline(transaction=False) as pipe:
-            for name, amount in sums.items():
-                pipe.zincrby(key, amount, name)
-            pipe.zadd(key, {"peak_batch_size": peak}, gt=True)
-            pipe.execute()
-
-    # If Redis has gone, the request is not counted: its labels matter more.
-    with suppress(Problem):
-        await gateway.store.run(add)
 
 
 def describe_devices(

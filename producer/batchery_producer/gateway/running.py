@@ -13,7 +13,7 @@ from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.health import Health, Monitor
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.models import ModelPrompts, ServedModels
+from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.store import Store, TaskRecords
 
 
@@ -36,7 +36,6 @@ class Gateway:
         self.client = AsyncClient(app)
         self.health = Health(app, queues, settings.gateway.worker_grace_s)
         self.monitor = Monitor(app, queues, self.health)
-        self.prompts = ModelPrompts()
         self.task_records = TaskRecords(self.store)
         self.stream_records = TaskRecords(self.store, "stream")
 

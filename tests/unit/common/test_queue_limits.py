@@ -52,7 +52,7 @@ def test_nothing_is_asked_of_redis_without_limits() -> None:
 
 
 def test_a_class_has_room_up_to_its_limits() -> None:
-    limits = limits_of(normal={"max_waiting": 10, "max_wait_s": 5})
+    limits = limits_of(normal={"max_waiting": 10})
     queue = Queue(normal=Waiting(9, 5.0))
     assert limits.exist
     limits.check(Destination("q", 4), queue)
@@ -66,13 +66,12 @@ def test_a_class_has_room_up_to_its_limits() -> None:
     [
         (Waiting(10, 2.5), "holds 10 jobs, and max_waiting is 10", 2.5),
         (Waiting(10), "holds 10 jobs", UNKNOWN_WAIT_S),
-        (Waiting(1, 5.1), "has a job that has waited 5.1 s, and max_wait_s is 5", 5.1),
-        (Waiting(1, 86_400.0), "has waited 86400.0 s", MAX_RETRY_AFTER_S),
+        (Waiting(10, 86_400.0), "holds 10 jobs", MAX_RETRY_AFTER_S),
         (Waiting(10, 0.0), "max_waiting", MIN_RETRY_AFTER_S),
     ],
 )
 def test_a_full_class_refuses_with_a_hint(waiting: Waiting, problem: str, after_s: float) -> None:
-    limits = limits_of(high={"max_waiting": 10, "max_wait_s": 5})
+    limits = limits_of(high={"max_waiting": 10})
     with pytest.raises(QueueFull, match=problem) as caught:
         limits.check(HIGH, Queue(high=waiting))
     assert "queue 'q': class 'high'" in str(caught.value)

@@ -17,7 +17,6 @@ from batchery.results import (
     MultiVectorEmbedding,
     Score,
     SparseEmbedding,
-    TokenClassification,
     to_numpy,
 )
 
@@ -70,13 +69,6 @@ def test_a_result_without_vector_is_a_key_error() -> None:
         (
             MultiVectorEmbedding,
             {"tokens": 2, "vectors": packed([0.5, 1.0, 0.25, 0.0]), "dimensions": 2},
-        ),
-        (
-            TokenClassification,
-            {
-                "tokens": 3,
-                "entities": [{"label": "LOC", "score": 0.5, "text": "Oslo", "start": 0, "end": 4}],
-            },
         ),
     ],
 )

@@ -88,7 +88,7 @@ NOWHERE = "redis://localhost:1/0"
         (lambda _: Client(NOWHERE).task("else", quee="gpu"), "'quee', the nearest is queue"),
         (lambda _: Client(NOWHERE).task("else", deadline_s=1.0), "'deadline_s'; keyword"),
         (lambda app: AsyncClient(app).task("shout", timout_s=1), "nearest is timeout_s"),
-        (lambda _: AsyncClient(NOWHERE).task("else", max_wating=1), "nearest is max_waiting"),
+        (lambda _: AsyncClient(NOWHERE).task("else", wait=1), "nearest is wait_s"),
         (lambda app: Publisher(app, "shout", prioriti=4), "'prioriti', the nearest is priority"),
         (lambda app: make(app).submit_many(["a"], prioriti=4), "the nearest is priority"),
     ],
@@ -106,5 +106,5 @@ def test_a_client_takes_what_it_and_celery_know(app: Celery) -> None:
     make(app)
     Client(app).task("shout", queue="gpu", deadline_s=1.0, tenant="acme", headers={"x": 1})
     Client(app).task("else", countdown=1, retry=False, shadow="loud")
-    AsyncClient(app).task("else", timeout_s=1, max_waiting=3, wait_s=1, deadline_s=1, expires=9)
-    Publisher(app, "shout", max_waiting=3, wait_s=0, tenant="acme", priority=3)
+    AsyncClient(app).task("else", timeout_s=1, wait_s=1, deadline_s=1, expires=9)
+    Publisher(app, "shout", wait_s=0, tenant="acme", priority=3)

@@ -1,12 +1,10 @@
 """`batchery tune`: which `max_batch_size` suits a model on this machine."""
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pydoc_data.topics import topics
 from typing import Any, TextIO
 
 import click
@@ -38,19 +36,13 @@ WARM_UP_ITEMS = 16
 SPARED_SHARE = 0.05
 
 
-def read_texts(_: click.Context, __: click.Parameter, file: TextIO | None) -> list[str]:
-    """The lines of a file; none without a file."""
+def read_texts(_: click.Context, __: click.Parameter, file: TextIO) -> list[str]:
+    """The lines of a file."""
     try:
-        with file or nullcontext(()) as lines:
-            return [text for line in lines if (text := line.strip())]
+        with file:
+            return [text for line in file if (text := line.strip())]
     except UnicodeDecodeError as error:
-        raise click.BadParameter(f"{file and file.name}: no text in UTF-8: {error}") from None
-
-
-def paragraphs() -> list[str]:
-    """The text that every Python carries: its language reference, in pieces of mixed length."""
-    pieces = (piece.strip() for text in topics.values() for piece in text.split("\n\n"))
-    return list(dict.fromkeys(piece for piece in pieces if any(map(str.isalnum, piece))))
+        raise click.BadParameter(f"{file.name}: no text in UTF-8: {error}") from None
 
 
 def measure(
@@ -120,25 +112,19 @@ def recommend(rows: Sequence[Mapping[str, Any]]) -> int:
     "--texts",
     type=click.File(encoding="utf-8"),
     callback=read_texts,
-    help="A text per line, instead of Python's own documentation.",
+    required=True,
+    help="A text per line, such as the model will get: the best size depends on their lengths.",
 )
 @click.option("--seconds", type=SECONDS, default=60.0, help="How long to measure.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def tune(
-    *,
-    name: str,
-    app_path: str,
-    device: str | None,
-    texts: Sequence[str],
-    seconds: float,
-    as_json: bool,
+    *, name: str, app_path: str, device: str | None, texts: Sequence[str], seconds: float
 ) -> None:
     """Find the max_batch_size that suits a model on this machine.
 
     Computes the same texts in batches of several sizes, three times, and takes the medians; says on
-    standard error how far it is. Give texts of your own: the best size depends on their lengths.
-    Passes are cut as in a worker, and what memory teaches is printed as max_batch_tokens. Needs
-    neither Redis nor a worker. A worker that runs on the device meanwhile makes the figures worse.
+    standard error how far it is. Passes are cut as in a worker, and what memory teaches is printed
+    as max_batch_tokens. Needs neither Redis nor a worker. A worker that runs on the device
+    meanwhile makes the figures worse.
 
     \b
     Exit codes:
@@ -150,26 +136,24 @@ def tune(
     task, settings = _find_model(app, name), get_installation(app).settings
     device = device or choose_devices(settings.devices)[0]
     click.echo(f"loading {name} on {device}", err=True)
-    model, texts = load_model(task, device), texts or paragraphs()
+    model = load_model(task, device)
     prepared = prepare(model, sample_items(model, texts), sample_keywords(model))
     items = [each for each in prepared if not isinstance(each, NON_VALUES)]
     if not items:
         raise StartError(f"model {name!r}: none of {len(texts)} texts is fit to run")
     served = LoadedModel(name, model, device, find_memory(device))
-    max_batch_tokens = task.max_batch_tokens or settings.max_batch_tokens
-    rows = measure(served, items, seconds, max_batch_tokens)
-    figures = served.figures()
-    learned = figures["max_batch_tokens"] if figures["chosen_by"] == "memory" else None
+    rows = measure(served, items, seconds, task.max_batch_tokens or settings.max_batch_tokens)
     mean_tokens = statistics.fmean(map(model.tokens, items))
-    report = {
-        "model": name,
-        "device": device,
-        "items": len(items),
-        "mean_tokens": round(mean_tokens, 1),
-        "rows": rows,
-        "recommended": {"max_batch_size": recommend(rows), "max_batch_tokens": learned},
-    }
-    click.echo(json.dumps(report) if as_json else draw(report))
+    click.echo(f"{name} on {device}: {len(items):,} items, {mean_tokens:.1f} tokens on average\n")
+    for row in rows:
+        size, rate, waste = row.values()
+        line = f"  batches of {size:>3}  {rate:>10,} items/s, {100 * waste:.0f} % padding"
+        click.echo(line)
+    click.echo("\nRecommended: the smallest within 5 % of the best.")
+    click.echo(f"max_batch_size = {recommend(rows)}")
+    figures = served.figures()
+    if figures["chosen_by"] == "memory":
+        click.echo(f"max_batch_tokens = {figures['max_batch_tokens']}")
 
 
 def _find_model(app: Celery, name: str) -> ModelTask:
@@ -178,15 +162,3 @@ def _find_model(app: Celery, name: str) -> ModelTask:
         there = f"there are {', '.join(sorted(tasks))}" if tasks else "none is"
         raise SettingsError(f"model {name!r}: not configured; {there}")
     return tasks[name]
-
-
-def draw(report: dict[str, Any]) -> str:
-    """The figures, and the settings to copy."""
-    what = f"{report['model']} on {report['device']}: {report['items']:,} items"
-    lines = [f"{what}, {report['mean_tokens']} tokens on average", ""]
-    for row in report["rows"]:
-        size, rate, waste = row.values()
-        lines.append(f"  batches of {size:>3}  {rate:>10,} items/s, {100 * waste:.0f} % padding")
-    lines += ["", "Recommended: the smallest within 5 % of the best."]
-    best = report["recommended"].items()
-    return "\n".join([*lines, *(f"{name} = {value}" for name, value in best if value)])

@@ -199,6 +199,29 @@ class RetryingRedis:
             self._sleep(pause_s(failures, MAX_COMMIT_PAUSE_S))
 
 
+class LeaseBroker(RetryingRedis):
+    """The server of a store's leases, which is asked by itself where results are elsewhere."""
+
+    def __init__(
+        self, on_wait: Callable[[], None], sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Does not connect yet; see `RetryingRedis`."""
+        super().__init__(lambda: self._store.client, on_wait, sleep)
+        #: That of the last question.
+        self._store: Any = None
+
+    def ask(self, script: str, store: LeaseStore, keys: Sequence[str], *args: str) -> bytes | None:
+        """What a script answers; None where the broker does not know the store's worker."""
+        if store is not self._store:
+            self.disconnect()
+            self._store = store
+        answer: bytes | None
+        answer, _ = self.attempt(
+            lambda broker: broker.scripts.run_once(script, keys, *args), store.lease_key
+        )
+        return answer
+
+
 #: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
 #: such a stamp is left to Celery.
 ALWAYS_STORED = frozenset(
@@ -373,9 +396,7 @@ class RedisCommitter:
         """
         self._backend = backend
         self._results = RetryingRedis(partial(make_results_client, backend), on_wait, sleep)
-        #: Had the leases of the last batch that was committed in steps.
-        self._store_asked: Any = None
-        self._broker = RetryingRedis(lambda: self._store_asked.client, on_wait, sleep)
+        self._broker = LeaseBroker(on_wait, sleep)
         self._refusals: set[str] = set()
         #: Id of a worker that the backend's server does not know. A fenced worker gets another id.
         self._elsewhere = ""
@@ -478,7 +499,7 @@ class RedisCommitter:
         """
         store = context.store
         keys = (store.keys.workers, store.lease_key)
-        held = self._ask_broker("held", store, keys, store.worker, _tokens(part))
+        held = self._broker.ask("held", store, keys, store.worker, _tokens(part))
         if held is None:
             self._unknown = store.worker
             return [CommitStatus.NEEDS_TRACER] * len(part)
@@ -491,20 +512,8 @@ class RedisCommitter:
                 statuses[entry.index] = COMMIT_STATUSES[digit]
             ended = [each for each in ours if statuses[each.index] is CommitStatus.COMMITTED]
             if ended:
-                self._ask_broker("end", store, keys[1:], _tokens(ended))
+                self._broker.ask("end", store, keys[1:], _tokens(ended))
         return [statuses[entry.index] for entry in part]
-
-    def _ask_broker(
-        self, script: str, store: LeaseStore, keys: Sequence[str], *args: str
-    ) -> bytes | None:
-        if store is not self._store_asked:
-            self._broker.disconnect()
-            self._store_asked = store
-        answer: bytes | None
-        answer, _ = self._broker.attempt(
-            lambda broker: broker.scripts.run_once(script, keys, *args), store.lease_key
-        )
-        return answer
 
     def _store(
         self, part: Sequence[_Entry], context: CommitContext, broker_db: int | None

@@ -245,9 +245,7 @@ class Feed:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
         self.source.return_due()
-        state: Any = worker_state
-        scheduled = len(state.scheduled_requests)
-        self._described = self.source.describe(scheduled, self._described)
+        self._described = self.source.describe(self._described)
 
     def _make_eventer(self, jobs: JobsSetup) -> Any:
         self._flushes = False

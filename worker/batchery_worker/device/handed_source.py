@@ -113,7 +113,7 @@ class HandedSource:
     def return_due(self) -> None:
         """Does nothing: they wait in this process."""
 
-    def describe(self, _scheduled: int, known: str) -> str:
+    def describe(self, known: str) -> str:
         """Tells nobody."""
         return known
 

@@ -36,6 +36,7 @@ from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import (
     MAX_BYTES_PER_SCRIPT,
     CommitStatus,
+    LeaseBroker,
     RetryingRedis,
     make_results_client,
 )
@@ -146,9 +147,7 @@ class PieceWriter:
         self._results, self._read, self._ended = (
             RetryingRedis(connect, lambda: None) for _ in range(3)
         )
-        #: Had the leases of the last pieces that were written in steps.
-        self._store_asked: LeaseStore | None = None
-        self._broker: RetryingRedis
+        self._broker = LeaseBroker(lambda: None)
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()
         #: The streamed jobs of each batch, by their indexes in it.
@@ -349,14 +348,8 @@ class PieceWriter:
         self, store: LeaseStore, context: PieceContext, taken: Taken, looks: bool
     ) -> str:
         """Writes where the leases are on another server."""
-        if store is not self._store_asked:
-            self._store_asked = store
-            self._broker = RetryingRedis(lambda: store.client, lambda: None)
         keys, tokens = (store.keys.workers, store.lease_key), " ".join(j.token for j in taken)
-        held, _ = self._broker.attempt(
-            lambda broker: broker.scripts.run_once("held", keys, store.worker, tokens),
-            store.lease_key,
-        )
+        held = self._broker.ask("held", store, keys, store.worker, tokens)
         if held is None:
             # This worker counts as dead; who has its jobs now writes their pieces.
             return "3" * len(taken)

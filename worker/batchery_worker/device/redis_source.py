@@ -412,11 +412,10 @@ class RedisSource:
         except (redis.RedisError, OSError) as error:
             logger.debug("jobs wait for longer than they should: %r", error)
 
-    def describe(self, scheduled: int, known: str) -> str:
+    def describe(self, known: str) -> str:
         """Tells others, through Redis, how much this device holds of each queue.
 
         Args:
-            scheduled: How many jobs wait for their time.
             known: What they know.
 
         Returns:
@@ -428,7 +427,7 @@ class RedisSource:
         for key, count in store.leases.count_by_key().items():
             leased[find_own(self.find_queue(key))] += count
         queues = sorted({find_own(each) for each in self.names})
-        text = store.describe(queues, self._hostname, leased, scheduled)
+        text = store.describe(queues, self._hostname, leased)
         if text != known:
             keys = [store.keys.workers, store.keys.worker_info]
             try:

@@ -16,8 +16,7 @@ from batchery.errors import AppNotImportable
 from batchery.model_task import ModelTask
 from batchery.settings import Settings
 from batchery.task import BatchTask
-from batchery_worker.batching.placement import PlacedModel, place_models
-from batchery_worker.device_pool.weights import estimate_bytes
+from batchery_worker.batching.placement import place_models
 from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.ipc.messages import JobsSetup, Setup
 
@@ -162,18 +161,7 @@ def list_feeders(setup: Setup, task: ModelTask) -> list[Setup]:
 
 def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str, dict[str, str]]:
     """Chooses the devices of each model; see `place_models`."""
-    # Only where that has a say: it may have to look for files of the hub.
-    is_weighed = any(task.replicas for task in tasks)
-    models = [
-        PlacedModel(
-            task.name,
-            estimate_bytes(task.model_settings, devices[0]) if is_weighed else None,
-            task.devices,
-            task.replicas,
-        )
-        for task in tasks
-    ]
-    return place_models(models, devices)
+    return place_models({task.name: task.devices for task in tasks}, devices)
 
 
 def levels_of_loggers() -> dict[str, int]:

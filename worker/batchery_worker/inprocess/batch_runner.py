@@ -15,7 +15,7 @@ from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.inprocess.calls import Call
 from batchery_worker.inprocess.options import BatcherOptions
-from batchery_worker.inprocess.tensors import Collator, own_rows
+from batchery_worker.inprocess.own_rows import own_rows
 
 #: An item: its call, and its place there.
 Item = tuple[Call, int]
@@ -88,12 +88,10 @@ class BatchRunner:
         self._function = function
         self.name = name
         self.options = options
-        #: Makes arrays of items, and items of the arrays that the function returns.
-        self.collator = None if options.pad is None else Collator(options)
         self.stats = BatcherStats()
         #: Whether the function runs, so that a call of its own would wait for itself.
         self.is_computing = False
-        self._is_sorted = bool(options.length or options.pad)
+        self._is_sorted = options.length is not None
         usual = Costs(token_ms=1.0, item_ms=0.0, pass_ms=PASS_TOKENS["cpu"])
         self._cost_model = CostModel(usual)
         self._event_loop: asyncio.Runner | None = None
@@ -140,11 +138,7 @@ class BatchRunner:
         """What the function answers for these items."""
         self.stats.calls_of_function += 1
         first = items[0][0]
-        given: Any = [call.items[index] for call, index in items]
-        lengths: list[int] = []
-        if self.collator is not None:
-            lengths = [each.length for each in given]
-            given = self.collator.stack(given)
+        given = [call.items[index] for call, index in items]
         owner = () if first.owner is None else (first.owner,)
         self.is_computing = True
         try:
@@ -160,7 +154,7 @@ class BatchRunner:
             raise as_exception(error, self.name) from None
         finally:
             self.is_computing = False
-        return answer if self.collator is None else self.collator.rows(answer, lengths, self.name)
+        return answer
 
     def _convert(self, outcome: Any) -> Any:
         """Makes failures of what only a worker can serve, and lets go of the batch's arrays."""

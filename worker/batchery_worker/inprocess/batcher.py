@@ -11,13 +11,12 @@ from math import inf
 from threading import TIMEOUT_MAX
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
-from batchery.errors import BatchArgumentError, InvalidItem, NoResult
+from batchery.errors import BatchArgumentError, NoResult
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.calls import Call, settle
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
-from batchery_worker.inprocess.tensors import Collator, Features
 from batchery_worker.job import Lane
 
 #: An item, and its result.
@@ -72,7 +71,6 @@ class BatchedCall(Generic[T, R]):
                 data, or the batch function itself calls.
             NoResult: None came within `timeout_s`.
             QueueFull: `max_waiting` items wait already.
-            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
@@ -99,7 +97,6 @@ class BatchedCall(Generic[T, R]):
         Raises:
             NoResult: None came within `timeout_s`.
             QueueFull: `max_waiting` items wait already.
-            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
@@ -119,7 +116,6 @@ class BatchedCall(Generic[T, R]):
 
         Raises:
             QueueFull: `max_waiting` items wait already.
-            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
         future: Future[Any] = Future()
@@ -131,7 +127,6 @@ class BatchedCall(Generic[T, R]):
 
         Raises:
             QueueFull: `max_waiting` items wait already.
-            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
         future: Future[Any] = Future()
@@ -186,7 +181,7 @@ class BatchedCall(Generic[T, R]):
         *,
         is_blocking: bool = False,
     ) -> Call:
-        """Makes a call, and queues it; one without items, or whose items are all wrong, is done."""
+        """Makes a call, and queues it; one without items is done."""
         thread, own, options = self._thread, self._call_options, self._thread.options
         thread.check(is_blocking=is_blocking)
         if others:
@@ -203,14 +198,9 @@ class BatchedCall(Generic[T, R]):
             *(keywords, key, thread.usual_lane, own),
         )
         if own is not USUAL_CALL or options.small_batch_threshold is not None:
-            call.lane = Lane(
-                own.priority_class or thread.usual_lane.priority_class,
-                own.tenant,
-                len(items) > (options.small_batch_threshold or inf),
-            )
-        if thread.runner.collator is not None:
-            _check_items(call, thread.runner.collator)
-        elif options.length is not None:
+            name = own.priority_class or thread.usual_lane.priority_class
+            call.lane = Lane(name, is_large=len(items) > (options.small_batch_threshold or inf))
+        if options.length is not None:
             call.lengths = [math.ceil(options.length(each)) for each in items]
         if call.left:
             thread.send(call)
@@ -328,31 +318,6 @@ def choose(name: str, options: Mapping[str, Any]) -> BatcherOptions:
     """
     check_names(name, options, BatcherOptions.__dataclass_fields__)
     return BatcherOptions(**options)
-
-
-def _check_items(call: Call, collator: Collator) -> None:
-    """Checks items that are dicts of arrays, and notes what may share a batch.
-
-    Args:
-        call: Gets the features of its items; nobody else has it yet.
-        collator: Checks them.
-
-    Raises:
-        InvalidItem: An item is wrong, and the call does not return exceptions.
-    """
-    checked: list[Features | None] = []
-    for index, item in enumerate(call.items):
-        try:
-            checked.append(collator.features(item))
-        except InvalidItem as error:
-            if call.many:
-                error = InvalidItem(f"items[{index}]: {error}")
-            if not call.options.return_exceptions:
-                raise error from None
-            checked.append(None)
-            call.answer(index, Failed(error))
-    call.items = checked
-    call.lengths = [1 if each is None else each.length for each in checked]
 
 
 def describe_function(function: Any) -> str:

@@ -7,7 +7,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -16,13 +16,12 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
-from batchery.errors import BatchArgumentError, BatcherClosed, DeadlineExceeded, QueueFull
+from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
 from batchery.execution.bisect_failures import as_exception
 from batchery.outcomes import Failed
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner, Item
 from batchery_worker.inprocess.calls import Call, settle
-from batchery_worker.inprocess.tensors import Features
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 #: Put behind the last call.
@@ -59,9 +58,7 @@ class BatcherThread:
         target_s = options.target_latency_ms and options.target_latency_ms / 1e3
         self._limits = Limits(options.max_batch_size, options.max_wait_ms / 1e3, target_s)
         self._usual_key = BatchKey(self.name)
-        self._scheduler: Scheduler[Item] = Scheduler(options.classes, sheds_late=options.shed_late)
-        #: The batch that runs next, if its items were asked for already.
-        self._ahead: Batch[Item] | None = None
+        self._scheduler: Scheduler[Item] = Scheduler(options.classes)
         #: The jobs of the batch that runs.
         self._running: Sequence[Job[Item]] = ()
         #: Calls; futures of those who wait for `load` alone; then the end.
@@ -132,19 +129,6 @@ class BatcherThread:
             self._put(future)
         return future
 
-    def look_ahead(self) -> tuple[list[Any], Mapping[str, Any]] | None:
-        """The batch that runs next, so that it can be prepared meanwhile: its items and keywords.
-
-        For the function, while it runs. As in a worker, a batch leaves early only if it is full:
-        until then it keeps growing. Items whose callers give up before its turn will not come.
-        """
-        self._take_in_within(0.0)
-        self._ahead = self._ahead or self._scheduler.next_batch(1, False, monotonic())
-        if self._ahead is None:
-            return None
-        calls = [job.payload for job in self._ahead.jobs]
-        return [call.items[index] for call, index in calls], calls[0][0].keywords
-
     def close(self, *, wait: bool = True, problem: str = "it is closed") -> None:
         """Takes no more calls, and answers those that are there.
 
@@ -183,7 +167,7 @@ class BatcherThread:
         self._incoming.put(call)
 
     def _main(self) -> None:
-        while not self._is_ending or self._scheduler.holds_any or self._ahead:
+        while not self._is_ending or self._scheduler.holds_any:
             try:
                 self._take_in()
                 if self._scheduler.holds_any:
@@ -201,9 +185,8 @@ class BatcherThread:
 
     def _take_in(self) -> None:
         """Takes in what was called; waits if nothing is due."""
-        times = [self._scheduler.wake_s(), self._scheduler.late_s()]
-        due_s = min((each for each in times if each is not None), default=inf)
-        self._take_in_within(0.0 if self._ahead else due_s - monotonic())
+        due_s = self._scheduler.wake_s()
+        self._take_in_within(inf if due_s is None else due_s - monotonic())
         while len(self._scheduler) < self._expected:
             if self._is_ending or (left_s := self._expected_s - monotonic()) <= 0:
                 break
@@ -233,43 +216,31 @@ class BatcherThread:
                 call.set_result(None)
 
     def _admit_items(self, call: Call) -> None:
-        """Makes jobs of the items that were not refused; they wait for their turn."""
-        sent_s, lane, deadline_s = call.sent_s, call.lane, call.options.deadline_s
-        due_s = inf if deadline_s is None else sent_s + deadline_s
-        spelled, key = "", BatchKey(self.name, call.key) if call.key else self._usual_key
-        for index, item in enumerate(call.items):
-            if call.outcomes[index] is not None:
-                continue
-            if isinstance(item, Features) and item.key != spelled:
-                spelled, key = item.key, BatchKey(self.name, f"{call.key} {item.key}")
-            job = Job("", key, self._limits, 1, sent_s, (call, index), lane, due_s)
-            self._scheduler.admit(job)
+        """Makes jobs of the items; they wait for their turn."""
+        key = BatchKey(self.name, call.key) if call.key else self._usual_key
+        for index in range(len(call.items)):
+            payload = call, index
+            self._scheduler.admit(Job("", key, self._limits, 1, call.sent_s, payload, call.lane))
 
     def _run_next(self) -> None:
         """Runs the next batch, if one is due."""
         now_s = monotonic()
-        self._give_up_late(now_s)
         # At the end no more calls come, so no batch waits for them.
         ahead_s = self._limits.max_wait_s if self._is_ending else 0.0
-        batch, self._ahead = self._ahead, None
-        if batch is None:
-            batch = self._scheduler.next_batch(0, False, now_s + ahead_s, left_s=-ahead_s)
-            # Those too that the batch would answer too late: nothing else may come for them.
-            self._give_up_late(now_s)
+        batch = self._scheduler.next_batch(0, False, now_s + ahead_s, left_s=-ahead_s)
         if batch is None:
             return
         self._let_go(batch.jobs)
         self._running = batch.jobs
         calls = {job.payload[0] for job in batch.jobs}
         if gone := {call for call in calls if call.future.cancelled()}:
-            self._drop([job for job in batch.jobs if job.payload[0] in gone], None)
+            self._drop([job for job in batch.jobs if job.payload[0] in gone])
             self._running = [job for job in batch.jobs if job.payload[0] not in gone]
         if self._running:
             self._run(batch, self._running, now_s)
         else:
             self._scheduler.ended(batch, None)
         self._running = ()
-        self._give_up_late(monotonic())  # `look_ahead` may have found some.
 
     def _run(self, batch: Batch[Item], jobs: Sequence[Job[Item]], now_s: float) -> None:
         """Runs a batch; the callers of each part are answered as soon as it has run."""
@@ -311,16 +282,10 @@ class BatcherThread:
         settle(ended)
         return sum([call.is_blocking for call in ended])
 
-    def _give_up_late(self, now_s: float) -> None:
-        if late := self._scheduler.take_late(now_s):
-            self._let_go(late)
-            error = DeadlineExceeded(f"{self.name}: it could not make its deadline any more")
-            self._drop(late, Failed(error))
-
-    def _drop(self, jobs: Sequence[Job[Item]], outcome: Failed | None) -> None:
-        """Answers jobs that do not run; None where their callers have given up."""
+    def _drop(self, jobs: Sequence[Job[Item]]) -> None:
+        """Answers jobs whose callers have given up."""
         self.runner.stats.dropped += len(jobs)
-        self._answer([job.payload for job in jobs], [outcome] * len(jobs))
+        self._answer([job.payload for job in jobs], [None] * len(jobs))
 
     def _let_go(self, jobs: Sequence[Job[Item]]) -> None:
         """Notes that jobs wait no longer."""
@@ -331,9 +296,6 @@ class BatcherThread:
         """Fails every call that was taken in, or that the batch under way has not answered."""
         running, self._running = self._running, ()
         jobs = self._scheduler.clear()
-        if self._ahead is not None:
-            self._scheduler.ended(self._ahead, None)
-            jobs, self._ahead = [*self._ahead.jobs, *jobs], None
         self._let_go(jobs)
         for call in dict.fromkeys(job.payload[0] for job in (*running, *jobs)):
             if call.left:

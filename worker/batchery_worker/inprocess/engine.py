@@ -10,7 +10,7 @@ from kombu.utils.imports import symbol_by_name
 
 from batchery.device_names import is_device
 from batchery.errors import BatchArgumentError, DeviceDied, SettingsError
-from batchery.execution.batch import are_same, prepare
+from batchery.execution.batch import prepare
 from batchery.installer import KINDS
 from batchery.model import Model
 from batchery.outcomes import Failed
@@ -20,7 +20,6 @@ from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.options import (
-    ARRAY_OPTIONS,
     BatcherOptions,
     CallOptions,
     check_names,
@@ -34,10 +33,7 @@ from batchery_worker.work import Work
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
 
 #: Options of `batched` that engines have not, or have as arguments.
-NOT_OF_ENGINES = ("length", "max_batch_tokens", *ARRAY_OPTIONS)
-
-#: Says which batch comes next, if that is known: its items and its keywords.
-LookAhead = Callable[[], tuple[list[Any], Mapping[str, Any]] | None]
+NOT_OF_ENGINES = ("length", "max_batch_tokens")
 
 
 class EngineCall(BatchedCall[Any, Any]):
@@ -120,8 +116,7 @@ class Engine(EngineCall):
             device: As torch spells it; None for the first one of the setting `devices`.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
-            options: Those of `batched`, but for `length` and those for arrays; by default the
-                settings of their names.
+            options: Those of `batched`, but for `length`; by default the settings of their names.
 
         Raises:
             SettingsError: There is no such model or device, it runs in slots, or a setting is
@@ -205,8 +200,6 @@ class _Device:
     memory_fraction: float
     problem: str = ""
     _served: LoadedModel | None = None
-    #: The batch that comes next: its items as they were given, and prepared.
-    _ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
 
     def load(self) -> None:
         """Loads the model and warms it up."""
@@ -216,14 +209,8 @@ class _Device:
         self._served = serve_model(self.name, self.make_model, device, memory, gives_json=False)
         self._served.limit(self.max_batch_tokens)
 
-    def _work(self, keywords: Mapping[str, Any]) -> Work:
-        """A batch as `LoadedModel` knows it."""
-        return Work(0, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
-
-    def run(
-        self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
-    ) -> tuple[list[Any], int, int]:
-        """Computes one batch; prepares the next one while passes run that were only launched.
+    def run(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[list[Any], int, int]:
+        """Computes one batch.
 
         Returns:
             One outcome per item, in order; the tokens of the items, and those that were computed,
@@ -233,24 +220,10 @@ class _Device:
         assert served is not None
         if self.problem:
             return self._refuse(items)
-        ahead, self._ahead = self._ahead, None
-        # Callers may have given up since it was prepared.
-        if ahead is not None and keywords == ahead[1] and are_same(items, ahead[0]):
-            prepared = ahead[2]
-        else:
-            prepared = prepare(served.model, items, keywords)
-
-        def start_next() -> None:
-            if self._ahead is None:
-                following = look_ahead()
-                if following is None:
-                    return
-                self._ahead = (*following, prepare(served.model, *following))
-            _, coming, ready = self._ahead
-            served.start(ready, self._work(coming))
-
+        # A batch as `LoadedModel` knows it.
+        work = Work(0, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
         try:
-            return served.compute(prepared, self._work(keywords), nullcontext, start_next)
+            return served.compute(prepare(served.model, items, keywords), work, nullcontext)
         except DeviceDied as error:
             self.problem = f"{error}; only a new process can use this device"
             return self._refuse(items)
@@ -261,7 +234,7 @@ class _Device:
 
     def close(self) -> None:
         """Frees the model."""
-        served, self._served, self._ahead = self._served, None, None
+        served, self._served = self._served, None
         if served is not None and not self.problem:
             served.model.unload()
 
@@ -273,7 +246,7 @@ class _Device:
 def _run(engine: Engine, items: Sequence[Any], /, **keywords: Any) -> list[Any]:
     """The function of the batcher: computes one batch."""
     thread, device = engine._thread, engine._device
-    outcomes, tokens, computed_tokens = device.run(items, keywords, thread.look_ahead)
+    outcomes, tokens, computed_tokens = device.run(items, keywords)
     if device.problem:
         thread.close(wait=False, problem=device.problem)
     thread.runner.stats.tokens += tokens
@@ -311,7 +284,7 @@ def _options(
     name: str, settings: Settings, own: ModelSettings | None, given: Mapping[str, Any]
 ) -> BatcherOptions:
     """How batches are formed: keywords first, then the model's own settings, then all others."""
-    usual: dict[str, Any] = {"classes": settings.shares, "shed_late": settings.shed_late}
+    usual: dict[str, Any] = {"classes": settings.shares}
     for each in BATCH_SETTINGS:
         of_model = getattr(own, each, None)
         usual[each] = getattr(settings, each) if of_model is None else of_model

@@ -11,9 +11,6 @@ from batchery.errors import BatchArgumentError
 #: Shares of the priority classes unless others are given, highest class first: the worker's own.
 USUAL_CLASSES: Mapping[str, float] = {"high": 50.0, "normal": 30.0, "low": 20.0}
 
-#: Options for items that are dicts of arrays.
-ARRAY_OPTIONS = ("pad", "mask", "trim")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherOptions:
@@ -22,7 +19,7 @@ class BatcherOptions:
     Attributes:
         max_batch_size: Maximum number of items in a batch, at least 1.
         max_batch_tokens: Maximum number of tokens of one call of the function, padding counted.
-            Needs `length` or `pad`. A longer item still runs, alone.
+            Needs `length`. A longer item still runs, alone.
         length: The number of tokens of an item. Items are then sorted by length, and a batch is
             cut into calls of the function that pad little.
         max_wait_ms: How long an idle batcher waits for a batch to fill, from its oldest item, in
@@ -31,12 +28,8 @@ class BatcherOptions:
         small_batch_threshold: Calls with up to so many items do not wait behind those with more.
         classes: Share of each priority class, above 0, highest class first. Calls that name no
             class are of the first one.
-        shed_late: Whether calls fail with `DeadlineExceeded` that cannot make their deadline.
         max_waiting: Maximum number of items that wait; None for no limit. Calls beyond it raise
             `QueueFull`. A single call with more items than that goes in when nothing else waits.
-        pad: Of items that are dicts of arrays; see `Collator`, as for the others.
-        mask: The same.
-        trim: The same.
     """
 
     max_batch_size: int = 64
@@ -46,11 +39,7 @@ class BatcherOptions:
     target_latency_ms: float | None = None
     small_batch_threshold: int | None = None
     classes: Mapping[str, float] = field(default_factory=lambda: USUAL_CLASSES)
-    shed_late: bool = False
     max_waiting: int | None = None
-    pad: Mapping[str, float] | None = None
-    mask: str | None = None
-    trim: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
@@ -58,19 +47,11 @@ class BatcherOptions:
         check_number("target_latency_ms", self.target_latency_ms, optional=True)
         if self.max_wait_ms != 0:
             check_number("max_wait_ms", self.max_wait_ms)
-        pad, mask = {} if self.pad is None else self.pad, self.mask
         has_classes = isinstance(self.classes, Mapping) and bool(self.classes)
-        is_pad = isinstance(pad, Mapping) and all(isinstance(n, int | float) for n in pad.values())
-        counts, both = bool(self.length or pad), self.length and self.pad is not None
         for is_right, problem in (
             (has_classes, f"classes={self.classes!r}: give the share of each"),
             (callable(self.length or len), f"length={self.length!r}: give a function"),
-            (is_pad, f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'),
-            (isinstance(mask, str | None), f"mask={mask!r}: name a feature"),
-            (is_pad and not pad.get(str(mask or ""), 0), f"mask={mask!r}: it is padded with 0"),
-            (not both, "length: items that are dicts of arrays are counted"),
-            (pad or not (mask or self.trim), "mask and trim need pad, which says what has tokens"),
-            (counts or not self.max_batch_tokens, "max_batch_tokens needs length, or pad"),
+            (self.length or not self.max_batch_tokens, "max_batch_tokens needs length"),
         ):
             if not is_right:
                 raise BatchArgumentError(problem)
@@ -85,25 +66,17 @@ class CallOptions:
     Attributes:
         timeout_s: How long the caller waits, in seconds; then `NoResult` is raised, and what has
             not begun is dropped. None waits without end.
-        deadline_s: In how many seconds the call should be answered. In its lane it goes before
-            calls that have more time.
         priority_class: A name of `classes`; the first one where unset.
-        tenant: For whom it runs. Tenants of one class have equal shares of it.
         return_exceptions: Whether a call with a list gets exceptions in the places of items that
             failed, as from `asyncio.gather`. Otherwise the first one is raised.
     """
 
     timeout_s: float | None = None
-    deadline_s: float | None = None
     priority_class: str | None = None
-    tenant: str = ""
     return_exceptions: bool = False
 
     def __post_init__(self) -> None:
         check_number("timeout_s", self.timeout_s, optional=True)
-        check_number("deadline_s", self.deadline_s, optional=True)
-        if not isinstance(self.tenant, str):
-            raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
 
 
 def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None:

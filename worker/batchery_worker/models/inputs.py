@@ -173,40 +173,6 @@ class RerankKeywords(TextKeywords):
     raw_scores: bool = False
 
 
-class TokenClassificationKeywords(TextKeywords):
-    """Keywords of a token classification job.
-
-    Attributes:
-        aggregation: What becomes of the labels of tokens. `none` leaves them. `simple` joins
-            neighbours of one label. The others first give each word one label: that of its `first`
-            token, of the mean of its scores (`average`), or of its surest token (`max`).
-        ignore_labels: Labels of what is no entity.
-    """
-
-    aggregation: Literal["none", "simple", "first", "average", "max"] = "simple"
-    ignore_labels: list[str] = ["O"]
-
-
-#: Maximum number of labels of a zero-shot job: its texts are computed once for each.
-MAX_LABELS = 100
-
-
-class ZeroShotKeywords(TextKeywords):
-    """Keywords of a zero-shot classification job.
-
-    Attributes:
-        labels: What the text may be about: 1 to `MAX_LABELS` texts, all different.
-        hypothesis_template: A sentence that says so, with `{}` in the place of the label.
-        multi_label: Whether several labels may hold; then their scores are independent.
-    """
-
-    labels: Annotated[
-        list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_LABELS)
-    ]
-    hypothesis_template: str = "This example is {}."
-    multi_label: bool = False
-
-
 #: Maximum number of stop strings, of texts per job, and of likeliest tokens that are told.
 MAX_STOPS, MAX_TEXTS, MAX_LIKELIEST = 16, 64, 20
 

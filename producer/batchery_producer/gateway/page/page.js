@@ -13,7 +13,6 @@ const SHOWN_FILES = 10;
 // Kinds of models that take more than a text.
 const MORE = {
   rerank: { name: "Query", example: "What was delicious?" },
-  zero_shot: { name: "Labels, with commas between them", example: "food, travel, weather" },
 };
 
 // What a call of each kind of model posts, and where; all others can be tried as this page does.
@@ -447,10 +446,6 @@ async function* events(response) {
 function wish(kind, text, more) {
   const item = itemOf(text);
   if (kind === "rerank" && item === text) return { item: { query: more, text } };
-  if (kind === "zero_shot") {
-    const labels = more.split(",").map((each) => each.trim());
-    return { item, keywords: { labels: labels.filter(Boolean) } };
-  }
   return { item, keywords: kind === "classification" ? { top_k: 5 } : {} };
 }
 
@@ -502,9 +497,6 @@ function linesOf(result) {
 function scoresOf(kind, result) {
   if (result?.scores) return Object.entries(result.scores);
   if (kind === "rerank" && typeof result?.score === "number") return [["score", result.score]];
-  if (kind === "token_classification" && result?.entities?.length) {
-    return result.entities.map((each) => [`${each.text} (${each.label})`, each.score]);
-  }
   return null;
 }
 

@@ -27,9 +27,9 @@ from batchery_producer.gateway.batches.files import (
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import Inputs, JsonRoute
 from batchery_producer.gateway.inference import (
+    PROMPTS,
     build_keywords,
     check_ids,
-    choose_prompt,
     embed_items,
     read_items,
 )
@@ -72,7 +72,11 @@ class EmbeddingsRequest(RequestBody):
     input_type: Annotated[
         str | None,
         also_named("input_type", "task"),
-        Field(description="Puts the model's prompt for that in front, such as `query`."),
+        # It goes with each job of a request.
+        Field(
+            max_length=200,
+            description="Puts the model's prompt for that in front, such as `query`.",
+        ),
     ] = None
     truncate: Annotated[
         bool | None,
@@ -121,7 +125,8 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     as_text = body.encoding_format == "base64"
     items = read_items(request, "input", body.input)
     keywords = build_keywords(model, body.truncate, normalize=body.normalize)
-    keywords |= await choose_prompt(request, model, body.input_type)
+    if body.input_type is not None:
+        keywords["prompt"] = PROMPTS.get(body.input_type, body.input_type)
     results = await embed_items(request, model, items, keywords, body.dimensions)
     vectors = [result["vector"] for result in results]
     data = (

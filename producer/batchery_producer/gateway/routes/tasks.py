@@ -1,4 +1,4 @@
-"""Tasks of an allow list: sent, looked at and revoked over HTTP."""
+"""Batch tasks of an allow list: sent, looked at and revoked over HTTP."""
 
 import asyncio
 from collections.abc import Iterable
@@ -30,13 +30,6 @@ from batchery_producer.request_fields import RequestBody
 
 router = APIRouter(tags=["tasks"], route_class=JsonRoute)
 
-#: Beginnings of the names of Celery's own tasks, which run parts of workflows, and of ours.
-INTERNAL = ("celery.", "batchery.gateway.")
-
-#: Fields of the two forms of a request.
-ITEM_FIELDS = frozenset({"item", "items", "keywords"})
-ARGUMENT_FIELDS = frozenset({"args", "kwargs"})
-
 #: One path has one name of its parameter.
 TaskId = Annotated[str, Path(alias="task", description="Id of a task, from `POST`.")]
 
@@ -46,26 +39,21 @@ def is_allowed(name: str, entries: Iterable[str]) -> bool:
 
     Args:
         name: Name of the task.
-        entries: Names, or beginnings of names with a `*` behind them. Tasks of Celery itself and
-            of the gateway must be named more closely than by `*` alone.
+        entries: Names, or beginnings of names with a `*` behind them.
     """
     return any(
-        name.startswith(entry[:-1]) if entry.endswith("*") else name == entry
-        for entry in entries
-        if not name.startswith(INTERNAL) or entry.startswith(INTERNAL)
+        name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in entries
     )
 
 
 class TaskRequest(RequestBody):
-    """A task: with an item or items for a batch task, with arguments for any other."""
+    """A batch task, with an item or items."""
 
     model_config = ConfigDict(extra="forbid")
 
-    item: Any = Field(None, description="The item of a batch task.")
+    item: Any = Field(None, description="Its item.")
     items: list[Any] = Field([], min_length=1, max_length=MAX_ITEMS, description="Several items.")
-    keywords: dict[str, Any] = Field({}, description="Keywords of a batch task.")
-    args: list[Any] = Field([], description="Of a task that is no batch task.")
-    kwargs: dict[str, Any] = Field({}, description="Of a task that is no batch task.")
+    keywords: dict[str, Any] = Field({}, description="Its keywords.")
     wait_s: float | None = Field(
         None, ge=0, description="How long to wait for the result, in seconds; up to `timeout_s`."
     )
@@ -74,24 +62,14 @@ class TaskRequest(RequestBody):
     )
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        given = self.model_fields_set
-        is_batch = len(given & {"item", "items"}) == 1 and not given & ARGUMENT_FIELDS
-        # A task may need no arguments at all.
-        if not is_batch and given & ITEM_FIELDS:
-            raise ValueError("expected item or items, with keywords; or else args and kwargs")
+    def _one_of_both(self) -> Self:
+        if len(self.model_fields_set & {"item", "items"}) != 1:
+            raise ValueError("expected item or items, one of the two")
         return self
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the caller takes it for a batch task."""
-        return bool(self.model_fields_set & ITEM_FIELDS)
 
     @property
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """What the task is called with."""
-        if not self.is_batch:
-            return self.args, self.kwargs
         return [self.items or self.item], self.keywords
 
 
@@ -153,7 +131,7 @@ def _check(request: Request, name: str, body: TaskRequest) -> None:
     """Makes sure that a caller may call a task in this way.
 
     Raises:
-        Problem: It is not allowed or not known, too large, or of the other kind.
+        Problem: It is not allowed or not known, too large, or no batch task.
     """
     app, settings = get_gateway(request).app, get_gateway(request).settings.gateway
     why = ""
@@ -168,10 +146,8 @@ def _check(request: Request, name: str, body: TaskRequest) -> None:
     chars = len(json_of_arguments(body.arguments).decode())
     request.state.caller.check(max(len(body.items), 1), chars)
     known: Any = app.tasks.get(name)
-    if known is not None and isinstance(known, BatchTask) is not body.is_batch:
-        is_not = "is no batch task; send args and kwargs, not items"
-        text = is_not if body.is_batch else "is a batch task; send item or items, and keywords"
-        raise Problem(Kind.INVALID, f"{name}: {text}")
+    if known is not None and not isinstance(known, BatchTask):
+        raise Problem(Kind.INVALID, f"{name}: is no batch task")
     if body.webhook is not None:
         find_target(body.webhook, settings.webhook_hosts)
         key = settings.keys.get(request.state.caller.name)
@@ -210,7 +186,7 @@ def _publish(request: Request, record: TaskRecord, body: TaskRequest) -> None:
     }
     if caller.priority is not None:
         options["priority"] = caller.priority
-    if body.is_batch and not is_known(gateway.app, name):
+    if not is_known(gateway.app, name):
         options["queue"] = name
     if body.webhook is not None:
         args, to = [body.webhook, asdict(record)], {"queue": JOBS_QUEUE}
@@ -218,12 +194,10 @@ def _publish(request: Request, record: TaskRecord, body: TaskRequest) -> None:
         options |= {"link": [callback], "link_error": [callback]}
     known: Any = gateway.app.tasks.get(name)
     send: Any = partial(gateway.app.send_task, name) if known is None else known.apply_async
-    # Celery's consumer, which takes ordinary jobs, knows of no tenants.
-    tenant = caller.tenant if body.is_batch else None
     try:
-        send(*body.arguments, **with_tenant(options, tenant))
+        send(*body.arguments, **with_tenant(options, caller.tenant))
     except (BatchArgumentError, EncodeError, TypeError) as error:
-        # Celery compares the arguments with the signature of a task that it knows.
+        # Celery compares the keywords with the signature of a task that it knows.
         raise Problem(Kind.INVALID, f"{name}: {error}") from error
 
 

@@ -27,7 +27,7 @@ from batchery_producer.gateway.models import (
 )
 from batchery_producer.gateway.problems import Kind, Problem, validate
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.request_fields import RequestBody, Unserved, expected
+from batchery_producer.request_fields import RequestBody, expected
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
@@ -357,79 +357,6 @@ async def rerank(request: Request, body: RerankTextsRequest, model: ModelName = 
     return json_response(ranks)
 
 
-# Zero-shot and token classification, as Hugging Face's inference API has them
-
-
-Texts = Annotated[str | list[str], expected("a text, or a list of texts")]
-
-
-class ZeroShotParameters(RequestBody):
-    """What a text may be about."""
-
-    candidate_labels: Annotated[list[str], Field(min_length=1)]
-    hypothesis_template: str | None = None
-    multi_label: bool | None = None
-
-
-class ZeroShotRequest(TeiRequest):
-    """Texts, and labels."""
-
-    inputs: Texts
-    parameters: ZeroShotParameters
-
-
-class TokenParameters(RequestBody):
-    """How tokens become entities; `O` is never one."""
-
-    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
-    ignore_labels: list[str] | None = None
-    stride: Unserved = None
-
-
-class TokenRequest(TeiRequest):
-    """Texts that may have entities."""
-
-    inputs: Texts
-    parameters: TokenParameters = TokenParameters()
-
-
-async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) -> Response:
-    """All labels of each text, the likeliest first; of a text alone they are not in a list."""
-    served = get_gateway(request).models.find(body.model or model, ("zero_shot",))
-    texts = read_items(request, "inputs", body.inputs)
-    options, labels = body.parameters, body.parameters.candidate_labels
-    # Each text is computed with each label, in a copy of the template.
-    template_chars = len(options.hypothesis_template or "")
-    chars = len(texts) * sum(template_chars + len(label) for label in labels)
-    request.state.caller.check(len(texts) * len(labels), chars)
-    given = options.model_dump(exclude={"candidate_labels"}, exclude_none=True)
-    answers = await classify_items(request, served, texts, {**given, "labels": labels})
-    return json_response(answers[0] if isinstance(body.inputs, str) else answers)
-
-
-#: What an entity has under the same names in results and in answers.
-ENTITY_KEYS = ("score", "start", "end")
-
-
-async def find_entities(request: Request, body: TokenRequest, model: str | None) -> Response:
-    """The entities of each text; of a text alone they are not in a list."""
-    served = get_gateway(request).models.find(body.model or model, ("token_classification",))
-    texts = read_items(request, "inputs", body.inputs)
-    strategy = body.parameters.aggregation_strategy
-    ignored = frozenset(body.parameters.ignore_labels or ())
-    results = await run_items(request, served, texts, {"aggregation": strategy})
-    name = "entity" if strategy == "none" else "entity_group"
-    answers: list[list[dict[str, Any]]] = [
-        [
-            {name: each["label"], "word": each["text"], **{key: each[key] for key in ENTITY_KEYS}}
-            for each in result["entities"]
-            if each["label"] not in ignored
-        ]
-        for result in results
-    ]
-    return json_response(answers[0] if isinstance(body.inputs, str) else answers)
-
-
 # `POST /` and `/info`
 
 
@@ -440,9 +367,6 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
     "sparse_embedding": (InputsRequest, embed_sparse),
     "classification": (PredictRequest, predict),
     "rerank": (RerankTextsRequest, rerank),
-    # Kinds that TEI does not have.
-    "zero_shot": (ZeroShotRequest, zero_shot),
-    "token_classification": (TokenRequest, find_entities),
 }
 
 #: torch's names of number formats.

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from batchery.cli import stats
 from batchery.cli.console import render
 from batchery.cli.stats import draw
-from batchery.cli.survey import FirstSeen, Survey, name_tasks, queue_depths
+from batchery.cli.survey import Survey, name_tasks, queue_depths
 from batchery.errors import SettingsError
 
 
@@ -132,27 +132,6 @@ def test_queue_depths_count_messages_and_create_nothing() -> None:
         for _ in range(2):
             depths = queue_depths(app, {"nobody-of-test", "embed-of-test"})
             assert depths == {"embed-of-test": 3, "nobody-of-test": 0}
-
-
-def test_job_without_a_time_of_sending_ages_as_long_as_it_is_next() -> None:
-    now_s = [100.0]
-    seen = FirstSeen(lambda: now_s[0])
-
-    def age(*heads: bytes, sent_s: float | None = None) -> float | None:
-        found = Survey({}, {"a": 3}, oldest_s={"a": sent_s}, undated={"a": heads})
-        return seen.date(found).oldest_s["a"]
-
-    assert age() is None
-    assert age(b"1") == 0
-    now_s[0] += 30
-    # Those of another priority are next as well.
-    assert age(b"2", b"1") == 30
-    assert age(b"2", b"1", sent_s=70) == 70
-    now_s[0] += 10
-    assert age(b"2", sent_s=5) == 10
-    assert age(b"3") == 0
-    # What was away begins anew.
-    assert age(b"2") == 0
 
 
 @pytest.mark.parametrize("seconds", ["inf", "-1"])

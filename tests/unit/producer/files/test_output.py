@@ -179,21 +179,6 @@ def test_first_failure_is_that_of_the_first_process(source: Dataset) -> None:
     assert output.first_failure == "in.txt, line 3: ValueError: row 3"
 
 
-def test_ordered_output_has_the_order_of_the_input(source: Dataset) -> None:
-    Path("b.txt").write_text("one\n" * 900)
-    both = Dataset(["in.txt", "b.txt"])
-    with Output(both, "out.jsonl", ordered=True) as output:
-        output.open(journal(both))
-        for place, row in [(1, 900), (0, 3), (1, 7), (0, 1)]:
-            output.result(Record(place, row, row, row), row)
-        output.finish(complete=True)
-    assert [(row["file"], row["row"]) for row in lines("out.jsonl")] == [
-        *[("in.txt", 1), ("in.txt", 3), ("b.txt", 7), ("b.txt", 900)],
-    ]
-    with pytest.raises(DatasetError, match="name a file to order"):
-        Output(source, "-", ordered=True)
-
-
 def test_output_whose_library_is_missing_is_refused_at_once(
     source: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

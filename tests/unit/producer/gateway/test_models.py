@@ -1,39 +1,14 @@
-"""What the gateway reads of a model once, in a thread: files, vectors."""
+"""What the gateway reads of vectors."""
 
 import base64
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from batchery.settings import ModelSettings
 from batchery_producer.gateway.models import (
-    ServedModel,
     numbers,
-    read_file,
-    read_prompts,
     shorten,
 )
-from batchery_producer.gateway.problems import Problem
-
-
-def served(folder: Path) -> ServedModel:
-    return ServedModel("m", ModelSettings(kind="classification", model=str(folder)))
-
-
-def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    assert read_file(served(tmp_path), "config.json") == {}
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(Problem, match=r"model 'm': the gateway cannot read config\.json"):
-        read_file(served(tmp_path), "config.json")
-
-
-def test_prompts_of_files_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
-    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: "}}')
-    # The library reads that one only beside this one.
-    assert read_prompts(served(tmp_path)) == {}
-    (tmp_path / "modules.json").write_text('[{"path": ""}]')
-    assert read_prompts(served(tmp_path)) == {"query": "q: "}
 
 
 def spelled(*values: float) -> str:

@@ -86,14 +86,14 @@ def place(app: Celery, name: str, **options: Any) -> ModelTask:
 def test_models_are_only_on_their_devices_and_others_know_it(app: Celery) -> None:
     tasks: list[BatchTask] = [
         place(app, "embed", devices=["cuda:1"], pinned=True),
-        place(app, "rank", replicas=1),
+        place(app, "rank", devices=["cuda:0"]),
         place(app, "chat", slots=4, devices=["cuda"]),
     ]
     app.amqp.queues.select(["embed", "rank", "chat"])
     settings = Settings(model_memory_bytes=1000)
     setups = set_up(app, tasks, settings, ["cuda:0", "cuda:1"])
     assert [(setup.name, setup.load, setup.models) for setup in setups] == [
-        ("cuda:0", ["rank"], {"rank": "replicas"}),
+        ("cuda:0", ["rank"], {"rank": "devices"}),
         ("cuda:0/chat", ["chat"], {"chat": "devices"}),
         ("cuda:1", ["embed"], {"embed": "devices"}),
     ]

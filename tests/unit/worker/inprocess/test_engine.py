@@ -77,10 +77,8 @@ class Doubling(Model):
         return [each[1] for each in self.said if each[0] == "forward"]
 
 
-class Launching(Doubling):
-    """Its `forward` only launches: the next batch may be prepared meanwhile."""
-
-    passes_ahead = 1
+class Held(Doubling):
+    """Its `forward` waits until it may go on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,10 +89,6 @@ class Launching(Doubling):
         self.first.set()
         assert self.go.wait(30)
         return super().forward(batch, **keywords)
-
-    def postprocess(self, outputs: Any, *_: Any, **keywords: Any) -> list[Any]:
-        self.said.append(("postprocess", outputs))
-        return list(outputs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -313,7 +307,7 @@ def test_a_model_that_cannot_be_loaded_fails_whoever_enters(tmp_path: Path) -> N
 
 
 def test_an_entry_that_is_cancelled_while_a_batch_runs_hurts_no_call() -> None:
-    model = Launching()
+    model = Held()
     engine = Engine(model, device="cpu")
     first = engine.submit(1)
     assert model.first.wait(WAIT_S)
@@ -341,26 +335,6 @@ def test_an_engine_that_nobody_holds_ends_its_thread() -> None:
     del keeper
     gc.collect()
     wait_for(lambda: not batchery_threads(), "the thread ends")
-
-
-def test_the_next_full_batch_is_prepared_while_the_device_computes() -> None:
-    model = Launching()
-    with Engine(model, device="cpu", max_batch_size=2) as engine:
-        futures = [engine.submit(1)]
-        assert model.first.wait(30)
-        futures += [engine.submit(each) for each in (2, 3, 4)]
-        model.go.set()
-        assert [each.result(60) for each in futures] == [2, 4, 6, 8]
-    said = [each for each in model.said if each[0] in ("preprocess", "forward", "postprocess")]
-    assert said[:5] == [
-        ("preprocess", [1]),
-        ("forward", [1]),
-        ("preprocess", [2, 3]),
-        ("forward", [3, 2]),
-        ("postprocess", [2]),
-    ]
-    # Prepared once each, and the rest did not leave before it was its turn.
-    assert [each[1] for each in said if each[0] == "preprocess"] == [[1], [2, 3], [4]]
 
 
 class DeadContext(Memory):

@@ -40,9 +40,6 @@ class Kind(NamedTuple):
     lacks: str = ""
 
 
-TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
-NLI = ("contradiction", "neutral", "entailment")
-
 KINDS = {
     "embedding": Kind(results.Embedding),
     "sparse_embedding": Kind(
@@ -54,15 +51,6 @@ KINDS = {
     ),
     "rerank": Kind(
         results.Score, item=pair, labels=("fits",), lacks="no trained classification head"
-    ),
-    "zero_shot": Kind(
-        results.Classification, labels=NLI, keywords={"labels": ["cats", "tea and salt"]}
-    ),
-    "token_classification": Kind(
-        results.TokenClassification,
-        labels=TAGS,
-        head="TokenClassification",
-        lacks="no trained token classification head",
     ),
 }
 
@@ -134,7 +122,6 @@ def test_a_result_has_the_public_type_also_where_it_leaves_as_json(
         ("embedding", [-1], "token ids: -1 at position 0 is none of the model's"),
         ("embedding", [], "token ids: the list is empty"),
         ("embedding", [4] * 5001, "token ids: 5001 are more than max_chars = 5000"),
-        ("token_classification", [4, 5], "text: must be a string, not list"),
         ("classification", {"text": "a"}, "must be a dictionary with 'text' and 'text_pair'"),
         ("classification", {"text": 3, "text_pair": "a"}, "text: must be a string, not int"),
         ("classification", {"text": "a", "text_pair": ""}, "text_pair: is empty"),
@@ -175,18 +162,6 @@ def test_a_bad_item_fails_alone(
         ("classification", {"top_k": True}, "keyword top_k = True: "),
         ("classification", {"max_length": 7}, "keyword max_length = 7"),
         ("rerank", {"raw_scores": 1}, "keyword raw_scores = 1: "),
-        ("token_classification", {"aggregation": "last"}, "keyword aggregation = 'last': "),
-        ("zero_shot", {"labels": None}, "keyword labels"),
-        ("zero_shot", {"labels": []}, "keyword labels = []"),
-        ("zero_shot", {"labels": ["a"] * 101}, "keyword labels"),
-        ("zero_shot", {"labels": "cats"}, "keyword labels = 'cats'"),
-        ("zero_shot", {"labels": ["cats", ""]}, "keyword labels = ''"),
-        ("zero_shot", {"labels": ["cats", "cats"]}, "keyword labels: two of them are the same"),
-        ("zero_shot", {"hypothesis_template": "This is."}, "needs {} once"),
-        ("zero_shot", {"hypothesis_template": "{0.__class__}"}, "needs {} once"),
-        ("zero_shot", {"labels": ["cat " * 90]}, "leaves no room for a text in max_length = 80"),
-        ("zero_shot", {"labels": ["x" * 5001]}, "keyword labels: 5018 characters are more than"),
-        ("zero_shot", {"labels": ["half \ud83d"]}, "keyword labels"),
     ],
 )
 def test_a_bad_keyword_fails_all_items_that_share_it(
@@ -207,7 +182,7 @@ def test_a_number_that_is_none_fails_its_item_alone(kind: str, tiny: Callable[..
     values = outputs.pending.wait().clone()
     # Of the second item: of those of one row per token, some token.
     row = outputs.heads[0]["tokens"] + 2 if model.per_token else 1
-    values[row * (len(values) // 3 if kind == "zero_shot" else 1), 0] = float("nan")
+    values[row, 0] = float("nan")
     outcomes = model.postprocess(outputs._replace(pending=PendingCopy(values)), **keywords)
     assert [isinstance(each, dict) for each in outcomes] == [True, False, True]
     assert "not finite" in str(outcomes[1].exception)

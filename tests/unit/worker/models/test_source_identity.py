@@ -21,7 +21,6 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "cache": True,
     "cache_ttl_s": 60,
     "devices": ["cpu"],
-    "replicas": 1,
     "pinned": True,
 }
 

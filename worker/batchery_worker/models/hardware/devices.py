@@ -1,7 +1,6 @@
 """Which devices there are, which number format suits one, and the memory of a CUDA device."""
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,21 +10,6 @@ from batchery.errors import DeviceDied, DeviceUnavailable
 from batchery_worker.memory import Memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-#: Words in a GPU's name -> dense FLOPs per second in bf16 on its tensor cores, from NVIDIA's data
-#: sheets. The first that fits counts.
-PEAK_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 989.4e12,
-    "H100 PCIe": 756.5e12,
-    "H100": 989.4e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "T4": 65e12,
-}
 
 
 def device_named(name: str) -> torch.device:
@@ -125,21 +109,15 @@ class CudaMemory(Memory):
         return int(MODEL_SHARE * self._fraction * total_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Bytes `allocated` to tensors, now and at the peak, and `reserved`; and the GPU's peak."""
+        """Bytes `allocated` to tensors, now and at the peak, and `reserved`."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return {
-            "peak_flops": self._peak_flops,
             "allocated_bytes": self.allocated_bytes(),
             "reserved_bytes": torch.cuda.memory_reserved(self._device),
             "peak_bytes": self.peak_bytes(),
             "free_bytes": free_bytes,
             "total_bytes": total_bytes,
         }
-
-    @cached_property
-    def _peak_flops(self) -> float | None:
-        name = torch.cuda.get_device_name(self._device)
-        return next((peak for words, peak in PEAK_FLOPS.items() if words in name), None)
 
     def allocated_bytes(self) -> int:
         """What tensors of this process hold now."""

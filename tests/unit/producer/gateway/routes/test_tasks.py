@@ -13,9 +13,6 @@ from batchery_producer.gateway.routes.tasks import is_allowed
         ("shopping.pay", ["shop.*"], False),
         ("shop.pay", ["*"], True),
         ("shop.pay", ["sh*.pay"], False),
-        ("celery.backend_cleanup", ["*"], False),
-        ("celery.backend_cleanup", ["celery.*"], True),
-        ("celery.backend_cleanup", ["c*"], False),
     ],
 )
 def test_allow_list(name: str, entries: list[str], allowed: bool) -> None:

@@ -21,22 +21,6 @@ def test_memory_is_read_without_all_other_statistics(monkeypatch: pytest.MonkeyP
     assert memory.allocated_bytes() == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "peak_flops"),
-    [("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756.5e12), ("GeForce", None)],
-)
-def test_figures_say_what_the_gpu_could_do_if_it_is_known(
-    monkeypatch: pytest.MonkeyPatch, name: str, peak_flops: float | None
-) -> None:
-    answers = {"get_device_name": name, "mem_get_info": (1, 9), "memory_reserved": 3}
-    for function, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, function, lambda _, answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: {})
-    figures = CudaMemory("cuda:0").figures()
-    assert figures["peak_flops"] == peak_flops
-    assert (figures["total_bytes"], figures["reserved_bytes"]) == (9, 3)
-
-
 class Event:
     """Is over after so many looks."""
 
