@@ -74,34 +74,6 @@ class Score(Result):
     score: float
 
 
-class Entity(Frozen):
-    """A part of a text with a label.
-
-    Attributes:
-        label: Named as in the model's config; where neighbours are joined, without B- and I-.
-        score: Its probability, or the mean of those of its parts.
-        text: The part, as it stands in the text.
-        start: Where it begins, in characters (Unicode code points) of the text.
-        end: Where it ends: the place behind its last character.
-    """
-
-    label: str
-    score: float
-    text: str
-    start: Annotated[int, Field(ge=0)]
-    end: Annotated[int, Field(ge=0)]
-
-
-class TokenClassification(Result):
-    """The entities of one text.
-
-    Attributes:
-        entities: In their order in the text.
-    """
-
-    entities: list[Entity]
-
-
 class SparseEmbedding(Result):
     """One text as a sparse vector.
 

@@ -201,6 +201,13 @@ def test_missing_field_of_a_model_is_named() -> None:
 # Unknown names, in every source
 
 
+@pytest.mark.parametrize("other", [{"kind": "rerank"}, {"engine": "onnx"}])
+def test_only_embeddings_of_transformers_have_feeders(other: dict[str, str]) -> None:
+    model = {"kind": "embedding", "model": "x", "feeders": 2}
+    assert Settings.load(models={"embed": model}).models["embed"].feeders == 2
+    assert "set them to 0" in complaint(models={"embed": {**model, **other}})
+
+
 def test_an_unknown_keyword_is_refused_with_the_nearest_one() -> None:
     text = complaint(max_batchsize=3)
     assert text.startswith("setting max_batchsize (from a keyword of install()): no such setting")

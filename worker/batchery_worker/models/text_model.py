@@ -361,10 +361,6 @@ class TextModel(TextItems):
             item for item, each in zip(items, prepared, strict=True) if not isinstance(each, Failed)
         ]
 
-    def _sequences(self, batch: Sequence[Any]) -> Sequence[Prepared]:
-        """What goes through the model of the prepared items of a batch."""
-        return batch
-
     def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (for kinds with some)
         """What keywords make of the values of a pass, on the device."""
         return values
@@ -372,10 +368,9 @@ class TextModel(TextItems):
     def forward(self, batch: Sequence[Any], **keywords: Any) -> Outputs:
         """Starts a pass over a micro-batch, and the copy of its values to the CPU."""
         options = self._read_keywords(keywords)
-        sequences = self._sequences(batch)
 
         def compute() -> Tensor:
-            return self._finish(self._values(self._pass, sequences), options)
+            return self._finish(self._values(self._pass, batch), options)
 
         heads = [self.head(prepared) for prepared in batch]
         if self._streams is not None:

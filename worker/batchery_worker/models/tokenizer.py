@@ -30,12 +30,10 @@ class TokenIds:
     Attributes:
         ids: Tokens of the model's own tokenizer, without special ones.
         before: A text whose tokens go in front.
-        pair: A second text; None if there is none.
     """
 
     ids: list[int]
     before: str = ""
-    pair: str | None = None
 
 
 #: What is tokenized: a text, a pair of texts, or tokens.
@@ -48,19 +46,12 @@ class Cut(NamedTuple):
     Attributes:
         truncate: They are cut; otherwise they are refused.
         side: Where they lose tokens: `left` or `right`.
-        only_first: Of a pair, only the first text loses tokens; otherwise the longer one.
         max_length: The limit, if it is lower than that of the model.
     """
 
     truncate: bool
     side: str
-    only_first: bool = False
     max_length: int | None = None
-
-    @property
-    def strategy(self) -> str:
-        """How pairs are cut, as transformers calls it."""
-        return "only_first" if self.only_first else "longest_first"
 
     def within(self, max_length: int | None) -> "Cut":
         """The same, with the lower one of both limits."""
@@ -68,21 +59,8 @@ class Cut(NamedTuple):
         return self._replace(max_length=min(known, default=None))
 
 
-class Located(NamedTuple):
-    """A tokenized text, and where each of its tokens stands.
-
-    Attributes:
-        tokens: As for any text, (I, L).
-        text: The text.
-        offsets: Begin and end of each token in the text, in characters; L of them.
-        is_special: Whether a token is none of the text; L of them.
-    """
-
-    tokens: Prepared
-    text: str
-    offsets: list[tuple[int, int]]
-    is_special: list[int]
-
+#: How pairs are cut, as transformers calls it.
+LONGEST = "longest_first"
 
 #: Columns of a tokenized batch, in the order of the names: for each text a list of numbers.
 Columns = list[list[list[int]]]
@@ -210,30 +188,6 @@ class TextTokenizer:
             done |= zip(places, tokenized, strict=True)
         return [done[place] for place in range(len(inputs))]
 
-    def located(self, texts: list[str], cut: Cut) -> list[Located | Failed]:
-        """Tokenizes texts, and says where their tokens stand, which takes six times as long.
-
-        Raises:
-            NotImplementedError: The tokenizer does not know where.
-        """
-        if not texts:
-            return []
-        cut = cut.within(self._max_length)
-        more = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
-        with self._lock:
-            found = self._call(texts, cut, **more)
-            tokenized = self._prepared(*self._usual(texts, cut, found), cut)
-        return [
-            each if isinstance(each, Failed) else Located(each, *others)
-            for each, *others in zip(
-                tokenized,
-                texts,
-                found["offset_mapping"],
-                found["special_tokens_mask"],
-                strict=True,
-            )
-        ]
-
     @contextmanager
     def lend(self, side: str) -> Iterator[None]:
         """In this block the tokenizer is for other code alone, and cuts texts on that side."""
@@ -263,10 +217,7 @@ class TextTokenizer:
         if self._numbers is None:
             unknown = "token ids: it is unknown where special tokens go; send a text"
             return [Failed(InvalidItem(unknown)) for _ in inputs]
-        texts: list[str | tuple[str, str]] = []
-        for each in inputs:
-            first = _spell(self._ids(each.before) + each.ids)
-            texts.append(first if each.pair is None else (first, _spell(self._ids(each.pair))))
+        texts = [" ".join(map(str, self._ids(each.before) + each.ids)) for each in inputs]
         return self._prepared(*self._encode(self._numbers, texts, cut), cut)
 
     @cached_property
@@ -310,8 +261,8 @@ class TextTokenizer:
             return Failed(InvalidItem(f"text: token {token!r} is unknown to the model"))
         return prepared
 
-    def _usual(self, texts: Sequence[Any], cut: Cut, found: Any = None) -> tuple[Columns, IsCut]:
-        columns = self._call(texts, cut) if found is None else found
+    def _usual(self, texts: Sequence[Any], cut: Cut) -> tuple[Columns, IsCut]:
+        columns = self._call(texts, cut)
 
         def is_cut(place: int) -> bool:
             whole = self._call([texts[place]], cut._replace(truncate=False))
@@ -319,7 +270,7 @@ class TextTokenizer:
 
         return [columns[name] for name in self.names], is_cut
 
-    def _call(self, texts: Sequence[Any], cut: Cut, **more: Any) -> Any:
+    def _call(self, texts: Sequence[Any], cut: Cut) -> Any:
         self._tokenizer.truncation_side = cut.side
         is_cut = cut.truncate and cut.max_length is not None
         is_single = isinstance(texts[0], str)
@@ -328,11 +279,10 @@ class TextTokenizer:
         return self._tokenizer(
             *columns,
             padding=False,
-            truncation=cut.strategy if is_cut else False,
+            truncation=LONGEST if is_cut else False,
             max_length=cut.max_length if is_cut else None,
             return_attention_mask=False,
             verbose=False,  # it would log every long text; those are dealt with here
-            **more,
         )
 
     def _fast(self, texts: Sequence[Any], cut: Cut) -> tuple[Columns, IsCut]:
@@ -343,7 +293,7 @@ class TextTokenizer:
         # Other calls of the tokenizer leave their own limits behind.
         library.no_padding()
         if cut.truncate and cut.max_length is not None:
-            library.enable_truncation(cut.max_length, strategy=cut.strategy, direction=cut.side)
+            library.enable_truncation(cut.max_length, strategy=LONGEST, direction=cut.side)
         else:
             library.no_truncation()
         encodings = library.encode_batch_fast(texts)
@@ -366,7 +316,3 @@ class TextTokenizer:
             )
         except Exception:  # noqa: BLE001 - another kind of tokenizer, or another version
             return False
-
-
-def _spell(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids))

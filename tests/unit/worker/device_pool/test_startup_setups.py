@@ -105,6 +105,29 @@ def test_models_are_only_on_their_devices_and_others_know_it(app: Celery) -> Non
     assert {setup.model_memory_bytes for setup in setups} == {1000}
 
 
+def test_a_model_with_feeders_has_a_process_that_computes_and_those_that_feed_it(
+    app: Celery,
+) -> None:
+    settings = ModelSettings(kind="embedding", model="some/model", feeders=2)
+    options = {"settings": settings}
+    tasks: list[BatchTask] = [
+        place(app, "rank"),
+        place(app, "embed", options=options, feeders=2, devices=["cuda:1"]),
+    ]
+    setups = set_up(app, tasks, Settings(), ["cuda:0", "cuda:1"])
+    assert [setup.name for setup in setups] == [
+        *("cuda:0", "cuda:1", "cuda:1/embed", "cuda:1/embed/1", "cuda:1/embed/2")
+    ]
+    # A feeder is told of no card, which it would look for.
+    assert [setup.device for setup in setups[2:]] == ["cuda:1", "cpu", "cpu"]
+    assert [setup.load for setup in setups[2:]] == [["embed"], [], []]
+    assert [setup.computes for setup in setups] == [None, None, settings, None, None]
+    assert [setup.serves("embed") for setup in setups] == [False, False, True, True, True]
+    places = {"cpu": {"rank": "", "embed": ""}}
+    handed = device_setups(app, tasks, Settings(), places, jobs=JobsSetup(is_handed=True))
+    assert [setup.name for setup in handed] == ["cpu"]
+
+
 def answer_all(items: list[Any]) -> list[Any]:
     return items
 

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from batchery.outcomes import Failed
-from batchery_worker.models.tokenizer import Cut, TextTokenizer, TokenIds, Truncated
+from batchery_worker.models.tokenizer import Cut, TextTokenizer, Truncated
 from support.tiny_models import Build, Load, make_tokenizer
 
 TEXTS = ["the cat", "rain", "a dog barked at nine cats in the old garden", "ships carry tea"]
@@ -70,17 +70,6 @@ def test_a_text_that_lost_its_end_says_so_and_one_that_just_fits_does_not(tokeni
     short, fits, cut = texts(["rain", "the cat", "the cat sat on the mat"])
     assert [len(each[0]) for each in (short, fits, cut)] == [3, 4, 4]  # type: ignore[index]
     assert [isinstance(each, Truncated) for each in (short, fits, cut)] == [False, False, True]
-
-
-def test_token_ids_of_a_pair_lose_tokens_only_in_the_first_text() -> None:
-    texts = made(make_tokenizer(types=True))
-    cut = Cut(True, "right", only_first=True)
-    long = TEXTS[2]
-    bare = make_tokenizer()([long], add_special_tokens=False)["input_ids"][0]
-    one, other = texts([TokenIds(bare, pair="ships carry"), (long, "ships carry")], cut)
-    np.testing.assert_array_equal(one, other)
-    assert isinstance(one, Truncated)
-    assert isinstance(other, Truncated)
 
 
 def test_a_token_beyond_the_vocabulary_fails_alone(build: Build, embedder: Load) -> None:
