@@ -30,9 +30,6 @@ DECIDED_BY_FILE = {
     "forward": (("auto", "padded"), "it cannot be packed"),
 }
 
-#: Engine and kind of models that may have feeders.
-FED = ("transformers", "embedding")
-
 #: Where a model is, and in which processes: options that its task has, too.
 PLACE_OPTIONS = ("devices", "pinned", "feeders")
 
@@ -192,8 +189,13 @@ class ModelSettings(BaseModel):
         for name, (values, hint) in DECIDED_BY_FILE.items() if engine == "onnx" else ():
             if info.data.get(name, values[0]) not in values:
                 raise ValueError(f"it takes {name} = {' or '.join(values)} alone: {hint}")
-        if info.data.get("feeders") and (engine, info.data.get("kind")) != FED:
-            raise ValueError(
-                "feeders are for kind = 'embedding' and no other engine; set them to 0"
-            )
+        if info.data.get("feeders") and engine != "transformers":
+            raise ValueError("a model with feeders is run by transformers alone; leave feeders out")
         return engine
+
+    @field_validator("feeders")
+    @classmethod
+    def _fits_the_kind(cls, feeders: int, info: ValidationInfo) -> int:
+        if feeders and info.data.get("kind", "embedding") != "embedding":
+            raise ValueError("only models of the kind embedding have them; leave feeders out")
+        return feeders

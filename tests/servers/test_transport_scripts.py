@@ -457,13 +457,3 @@ def test_a_time_that_is_none_tells_nothing_of_what_waits(there: Redis) -> None:
     assert there.scripts.run("count_waiting", keys) == [8, b""]
     there.client.rpop("a", 2)
     assert there.scripts.run("count_waiting", keys) == [6, b"2.5"]
-
-
-def test_jobs_next_in_turn_that_do_not_say_when_they_were_sent_have_their_ids(there: Redis) -> None:
-    for number in (1, 2):
-        for queue in ("a", "b"):
-            there.client.lpush(queue, f'{{"properties": {{"correlation_id": "{queue}{number}"}}}}')
-    there.client.lpush("c", "no message")
-    there.client.lpush("d", f'{{"properties": {{"correlation_id":"{"x" * 1000}"}}}}')
-    keys = ["a", "b", "c", "d"]
-    assert there.scripts.run("count_waiting", keys) == [6, b"", b"a1", b"b1", b"x" * 100]

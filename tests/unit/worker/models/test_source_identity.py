@@ -22,6 +22,7 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "cache_ttl_s": 60,
     "devices": ["cpu"],
     "pinned": True,
+    "feeders": 2,
 }
 
 #: Each gives at least some texts another result.
