@@ -205,7 +205,7 @@ def test_missing_field_of_a_model_is_named() -> None:
 def test_only_embeddings_of_transformers_have_feeders(other: dict[str, str]) -> None:
     model = {"kind": "embedding", "model": "x", "feeders": 2}
     assert Settings.load(models={"embed": model}).models["embed"].feeders == 2
-    assert "set them to 0" in complaint(models={"embed": {**model, **other}})
+    assert "leave feeders out" in complaint(models={"embed": {**model, **other}})
 
 
 def test_an_unknown_keyword_is_refused_with_the_nearest_one() -> None:
