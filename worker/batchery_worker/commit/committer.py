@@ -26,7 +26,7 @@ from kombu.utils import json as kombu_json
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from batchery.protocol.headers import expires_s, stream_key
+from batchery.protocol.headers import FLOAT32, VECTORS, expires_s, stream_key
 from batchery.redis_scripts import RedisScripts, cut_into_parts, find_server, get_database
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
@@ -202,8 +202,11 @@ class RetryingRedis:
 #: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
 #: such a stamp is left to Celery.
 ALWAYS_STORED = frozenset(
-    {"status", "result", "traceback", "children", "date_done", "task_id", "batch"}
+    {"status", "result", "traceback", "children", "date_done", "task_id", "batch", VECTORS}
 )
+
+#: The field by which a stored result says that vectors in it are packed.
+PACKED = f'"{VECTORS}": "{FLOAT32}", '
 
 
 def only_celery_stores(app: Celery, task: BatchTask) -> str | None:
@@ -300,7 +303,13 @@ class MetaWriter:
         )
 
     def write(
-        self, task_id: str, result: bytes, waited_ms: float, fields: Mapping[str, Any]
+        self,
+        task_id: str,
+        result: bytes,
+        waited_ms: float,
+        fields: Mapping[str, Any],
+        *,
+        is_packed: bool = False,
     ) -> bytes:
         """Writes the stored result of one job.
 
@@ -309,8 +318,10 @@ class MetaWriter:
             result: Its result, as JSON in UTF-8.
             waited_ms: How long it waited, from when it was sent.
             fields: Further fields, from `stored_fields`.
+            is_packed: Whether vectors of the result are packed.
         """
-        text = f'{self._head}{waited_ms!r}}}, {encode_fields(task_id, fields)}, "result": '
+        own, mark = encode_fields(task_id, fields), PACKED if is_packed else ""
+        text = f'{self._head}{waited_ms!r}}}, {own}, {mark}"result": '
         return b"%b%b}" % (text.encode(), result)
 
 
@@ -333,6 +344,8 @@ class JobResult(NamedTuple):
     task_id: str
     #: In UTF-8; None for what is no result, such as a failure.
     json: bytes | None
+    #: Whether its vectors are packed.
+    is_packed: bool = False
 
 
 #: The statuses by their digits in commit.lua.
@@ -436,7 +449,9 @@ class RedisCommitter:
             key = self._prefix + job.task_id.encode()
             value = b""
             if fields is not None:
-                value = writer.write(job.task_id, job.json, waited_ms, fields)
+                value = writer.write(
+                    *(job.task_id, job.json, waited_ms, fields), is_packed=job.is_packed
+                )
         except (TypeError, ValueError, RecursionError):
             # For instance arguments that JSON cannot write. The tracer tells the caller.
             return None

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import orjson
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
@@ -18,6 +19,7 @@ from batchery_worker.models.inputs import (
 )
 from batchery_worker.models.sentence_model import SentenceModel
 from batchery_worker.models.text_model import Outputs
+from batchery_worker.plain_values import Encoded, Vector
 
 
 class EmbeddingModel(SentenceModel):
@@ -77,7 +79,11 @@ class EmbeddingModel(SentenceModel):
         if self._read_keywords(keywords).encoding == "base64":
             little = rows.astype("<f4", copy=False)
             return self._give(outputs, vector=[b64encode(row).decode("ascii") for row in little])
-        return self._give(outputs, vector=rows)
+        results = [
+            Encoded(orjson.dumps(head)[:-1] + b',"vector":', Vector(row), b"}")
+            for head, row in zip(outputs.heads, rows, strict=True)
+        ]
+        return results if self._gives_json else [each.value for each in results]
 
 
 class SparseEmbeddingModel(SentenceModel):
