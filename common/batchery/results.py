@@ -40,7 +40,7 @@ class Embedding(Result):
 
     Attributes:
         vector: D floats. With `encoding="base64"`, the same as little-endian float32 in base64, as
-            in the OpenAI API: a quarter of the list's size.
+            in the OpenAI API: less than half of the list's size.
     """
 
     vector: list[float] | str

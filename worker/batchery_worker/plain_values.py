@@ -85,14 +85,15 @@ class Vector:
     def json(self) -> bytes:
         """The numbers as a list, with the fewest digits that are read as the same float32."""
         if self._json is None:
-            # Here, as a device of functions needs neither.
-            import numpy as np
+            # Here, as a device of functions needs neither this nor numpy.
             import orjson
 
             if self._row is None:
-                self._row = np.frombuffer(a2b_base64(self.base64), "<f4")
-            row = self._row.astype(np.float32, copy=False)
-            self._json = orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+                import numpy as np
+
+                little = np.frombuffer(a2b_base64(self.base64), "<f4")
+                self._row = little.astype(np.float32, copy=False)
+            self._json = orjson.dumps(self._row, option=orjson.OPT_SERIALIZE_NUMPY)
         return self._json
 
 

@@ -30,6 +30,10 @@ from batchery_worker.result_cache import SingleFlight
 from batchery_worker.work import Work
 
 
+#: How the entry of an item begins that has failed.
+ERROR = b'{"error":'
+
+
 class Answerer:
     """Has the batches of a device answered: at once, or on the commit thread."""
 
@@ -215,8 +219,8 @@ def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int]:
             continue
         if type(outcome) is Encoded:
             # To look for the key costs little; to decode the vectors would cost much.
-            text = outcome.packed
-            entries = read_json(text) if b'{"error":' in text else ()
+            has_failed = any(isinstance(each, bytes) and ERROR in each for each in outcome.parts)
+            entries = read_json(outcome.packed) if has_failed else ()
         else:
             entries = outcome
         failed.update(entry["error"]["type"] for entry in entries if "error" in entry)
