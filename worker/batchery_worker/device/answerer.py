@@ -29,7 +29,6 @@ from batchery_worker.plain_values import Encoded, encoded, is_plain, joined, pla
 from batchery_worker.result_cache import SingleFlight
 from batchery_worker.work import Work
 
-
 #: How the entry of an item begins that has failed.
 ERROR = b'{"error":'
 
