@@ -21,10 +21,10 @@ from kombu.exceptions import KombuError
 from batchery.errors import SettingsError
 from batchery.protocol.headers import (
     FIELD,
-    FLOAT32,
     HEADER,
-    VECTORS,
+    PACKED,
     VERSION,
+    is_packed,
     read_ids,
     stream_key,
 )
@@ -108,8 +108,8 @@ class Collector:
             self._client = backend._create_client(**{**backend.connparams, **limits})
         self._longest_wait_s = timeout_s / 2 if timeout_s else float("inf")
         name = uuid()
-        packed = {VECTORS: FLOAT32} if reads_packed else {}
-        self.headers: Mapping[str, Any] = {HEADER: {"v": VERSION, "reply": name, **packed}}
+        wishes = {"reply": name, **(PACKED if reads_packed else {})}
+        self.headers: Mapping[str, Any] = {HEADER: {"v": VERSION, **wishes}}
         self._key = stream_key(backend, name)
         self._is_made = False
         #: Id of the last entry that was read.
@@ -275,9 +275,8 @@ def read_stored(backend: Any, payload: bytes) -> Answer | None:
     try:
         is_plain = backend.serializer == "json" and type(backend) in (RedisBackend, SentinelBackend)
         meta = read_json(payload) if is_plain else backend.decode(payload)
-        is_packed = meta.get(VECTORS) == FLOAT32
         found = meta.get("status"), meta.get("result"), meta.get("batch")
-        return read_answer(*found, is_packed=is_packed)
+        return read_answer(*found, is_packed=is_packed(meta))
     except (KombuError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return Answer(error=(type(error).__name__, f"a result that cannot be read: {error}"))
 

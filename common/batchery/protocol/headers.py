@@ -171,17 +171,13 @@ def read_keep_s(header: Any) -> int | None:
     return keep_s
 
 
-#: A field of the header, and of stored results, and its value.
-VECTORS, FLOAT32 = "vectors", "float32"
+#: What the header says if packed vectors are read, and a stored result if it has them.
+PACKED = {"vectors": "float32"}
 
 
-def reads_packed(header: Any) -> bool:
-    """Whether the producer of a job reads packed vectors.
-
-    Args:
-        header: The value of the `batchery` header, or None.
-    """
-    return isinstance(header, Mapping) and header.get(VECTORS) == FLOAT32
+def is_packed(found: Any) -> bool:
+    """Whether a `batchery` header or a stored result says that of packed vectors."""
+    return isinstance(found, Mapping) and found.get("vectors") == "float32"
 
 
 #: The headers of a job whose pieces somebody reads.

@@ -13,13 +13,7 @@ from typing import Any
 from celery import Celery
 from celery.app import trace
 
-from batchery.protocol.headers import (
-    HEADER,
-    is_streamed,
-    read_keep_s,
-    read_stream_name,
-    reads_packed,
-)
+from batchery.protocol.headers import HEADER, is_packed, is_streamed, read_keep_s, read_stream_name
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport.lease_store import LeaseStore
@@ -164,7 +158,7 @@ def _replies(
             completion_streams.setdefault(name, []).append(index)
         if (keep_s := read_keep_s(header)) is not None:
             kept[index] = keep_s
-        if reads_packed(header):
+        if is_packed(header):
             packed.add(index)
     return completion_streams, kept, packed
 
