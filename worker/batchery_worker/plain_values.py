@@ -66,13 +66,12 @@ MARK = b"\0"
 class Vector:
     """Float32 numbers in a JSON text: a list, or base64, as the reader of the text wants them."""
 
-    __slots__ = ("_base64", "_json", "_row")
+    __slots__ = ("_base64", "_row")
 
     def __init__(self, row: Any = None, *, base64: bytes | None = None) -> None:
         """Takes the numbers: a row of numpy, or little-endian in base64."""
         self._row = row
         self._base64 = base64
-        self._json: bytes | None = None
 
     @property
     def base64(self) -> bytes:
@@ -84,17 +83,15 @@ class Vector:
     @property
     def json(self) -> bytes:
         """The numbers as a list, with the fewest digits that are read as the same float32."""
-        if self._json is None:
-            # Here, as a device of functions needs neither this nor numpy.
-            import orjson
+        # Here, as a device of functions needs neither this nor numpy.
+        import orjson
 
-            if self._row is None:
-                import numpy as np
+        if self._row is None:
+            import numpy as np
 
-                little = np.frombuffer(a2b_base64(self.base64), "<f4")
-                self._row = little.astype(np.float32, copy=False)
-            self._json = orjson.dumps(self._row, option=orjson.OPT_SERIALIZE_NUMPY)
-        return self._json
+            little = np.frombuffer(a2b_base64(self.base64), "<f4")
+            self._row = little.astype(np.float32, copy=False)
+        return orjson.dumps(self._row, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class Encoded:
