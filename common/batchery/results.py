@@ -5,7 +5,9 @@ it a type.
 """
 
 import base64
+import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,7 +40,7 @@ class Embedding(Result):
 
     Attributes:
         vector: D floats. With `encoding="base64"`, the same as little-endian float32 in base64, as
-            in the OpenAI API: a quarter of the list's size.
+            in the OpenAI API: less than half of the list's size.
     """
 
     vector: list[float] | str
@@ -194,6 +196,11 @@ def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.f
     if isinstance(vector, str):
         packed = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
         return packed.astype(np.float32)  # a copy, as an array of `frombuffer` is read-only
+    if isinstance(vector, list):
+        # Half the time of `np.array`, which takes whatever this does not.
+        with suppress(struct.error, OverflowError):
+            numbers = bytearray(struct.pack(f"{len(vector)}f", *vector))
+            return np.frombuffer(numbers, dtype=np.float32)
     array = np.array(vector, dtype=np.float32)
     if array.ndim != 1:
         raise ValueError(f"vector has shape {array.shape}; expected a flat list of numbers")

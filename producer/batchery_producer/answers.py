@@ -1,7 +1,10 @@
 """How a job ended, as its worker stored it."""
 
 import builtins
-from collections.abc import Iterator, Mapping
+import sys
+from array import array
+from binascii import a2b_base64
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,30 +56,67 @@ class Answer:
         error: Name of the error's type, and its text; None if the job succeeded.
         stored: The stored form of a failure: an exception, or Celery's mapping for one.
         batch: The job's batch; None if unknown.
+        is_packed: Whether vectors of the value are float32 in base64, as its worker sent them.
     """
 
     value: Any = None
     error: tuple[str, str] | None = None
     stored: Any = field(default=None, compare=False)
     batch: BatchSummary | None = field(default=None, compare=False)
+    is_packed: bool = False
 
 
-def read_answer(status: str | None, result: Any, batch: Any = None) -> Answer | None:
+def read_answer(
+    status: str | None, result: Any, batch: Any = None, *, is_packed: bool = False
+) -> Answer | None:
     """Reads a stored result.
 
     Args:
         status: Celery's name of the state.
         result: The value; for a failure the exception, or the mapping that is stored for one.
         batch: Stored facts of the batch, if any.
+        is_packed: Whether it says that vectors are packed.
 
     Returns:
         None while the job has not ended.
     """
     if status == states.SUCCESS:
-        return Answer(value=result, batch=read_batch(batch))
+        return Answer(value=result, batch=read_batch(batch), is_packed=is_packed)
     if status in states.EXCEPTION_STATES and status in states.READY_STATES:
         return Answer(error=describe(result), stored=result, batch=read_batch(batch))
     return None
+
+
+def unpack_list(vector: str) -> list[float]:
+    """The numbers of a packed vector.
+
+    Raises:
+        ValueError: It is no base64 of whole float32 numbers.
+    """
+    numbers = array("f", a2b_base64(vector))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
+
+
+def unpack(answer: Answer, read: Callable[[str], Any] = unpack_list) -> Answer:
+    """An answer with its vectors unpacked; an error if one of them cannot be read.
+
+    Args:
+        answer: Its value is changed.
+        read: Makes of a packed vector what the value has in its place.
+    """
+    if not answer.is_packed:
+        return answer
+    value = answer.value
+    try:
+        for entry in value if isinstance(value, list) else [value]:
+            result = entry.get("ok", entry)
+            if "vector" in result:
+                result["vector"] = read(result["vector"])
+    except (AttributeError, TypeError, ValueError) as error:
+        return Answer(error=(type(error).__name__, f"a vector that cannot be read: {error}"))
+    return Answer(value, batch=answer.batch)
 
 
 def describe(error: Any) -> tuple[str, str]:
@@ -151,7 +191,12 @@ def build_header(count: int, reply: Any, keep_s: int | None = None) -> dict[str,
 
 
 def read_outcomes(
-    answer: Answer, indexes: range, is_multi_item: bool, backend: Any
+    answer: Answer,
+    indexes: range,
+    is_multi_item: bool,
+    backend: Any,
+    *,
+    keeps_base64: bool = False,
 ) -> list[Outcome]:
     """Outcomes of the items of one job.
 
@@ -160,7 +205,10 @@ def read_outcomes(
         indexes: Indexes of its items among those of the caller.
         is_multi_item: Whether its argument was a list of items.
         backend: Celery's backend, which can restore exceptions.
+        keeps_base64: Whether packed vectors stay as they are.
     """
+    if not keeps_base64:
+        answer = unpack(answer)
     if answer.error is not None:
         error = build_exception(answer, backend)
         return [Outcome(index, error=error, batch=answer.batch) for index in indexes]

@@ -162,7 +162,12 @@ class AsyncTask:
         return self._session.stream(terms, item, keywords)
 
     async def outcomes(
-        self, items: Sequence[Any], *, per_job: int = 1, keywords: Mapping[str, Any] | None = None
+        self,
+        items: Sequence[Any],
+        *,
+        per_job: int = 1,
+        keywords: Mapping[str, Any] | None = None,
+        keeps_base64: bool = False,
     ) -> list[Outcome]:
         """How each item ended, in order. All are sent at once; cancelling revokes their jobs.
 
@@ -170,6 +175,7 @@ class AsyncTask:
             items: A few; for many, a `Client` on a thread keeps to a window.
             per_job: Number of items in one message, as in `TaskClient.as_completed`.
             keywords: Keyword arguments of all jobs.
+            keeps_base64: As in `TaskClient.as_completed`.
 
         Raises:
             NoResult: Not all of them ended within `timeout_s`.
@@ -178,7 +184,10 @@ class AsyncTask:
         """
         size, count = min(check_per_job(per_job), len(items)) or 1, len(items)
         parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
-        calls = [self._outcomes(items, part, size > 1, keywords or {}) for part in parts]
+        calls = [
+            self._outcomes(items, part, size > 1, keywords or {}, keeps_base64=keeps_base64)
+            for part in parts
+        ]
         jobs = [asyncio.ensure_future(call) for call in calls]
         try:
             some = await asyncio.gather(*jobs)
@@ -188,9 +197,16 @@ class AsyncTask:
         return [outcome for each in some for outcome in each]
 
     async def _outcomes(
-        self, items: Sequence[Any], part: range, is_multi_item: bool, keywords: Mapping[str, Any]
+        self,
+        items: Sequence[Any],
+        part: range,
+        is_multi_item: bool,
+        keywords: Mapping[str, Any],
+        *,
+        keeps_base64: bool = False,
     ) -> list[Outcome]:
         some = [items[index] for index in part]
         item, count = (some, len(some)) if is_multi_item else (some[0], 0)
         answer = await self._session.call(self._call, item, count, keywords)
-        return read_outcomes(answer, part, is_multi_item, self._session.app.backend)
+        backend = self._session.app.backend
+        return read_outcomes(answer, part, is_multi_item, backend, keeps_base64=keeps_base64)

@@ -14,12 +14,20 @@ from typing import Any
 
 import redis
 from celery import Celery, uuid
-from celery.backends.redis import RedisBackend
+from celery.backends.redis import RedisBackend, SentinelBackend
 from celery.utils.functional import chunks
 from kombu.exceptions import KombuError
 
 from batchery.errors import SettingsError
-from batchery.protocol.headers import FIELD, HEADER, VERSION, read_ids, stream_key
+from batchery.protocol.headers import (
+    FIELD,
+    HEADER,
+    PACKED,
+    VERSION,
+    is_packed,
+    read_ids,
+    stream_key,
+)
 from batchery.retry import REFUSALS, RetryPolicy
 from batchery.transport.codec import read_json
 from batchery_producer.answers import Answer, read_answer
@@ -67,13 +75,21 @@ class Collector:
         retries: How long it waits for a backend that is away.
     """
 
-    def __init__(self, app: Celery, retries: RetryPolicy, *, forgets_dropped: bool = False) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        retries: RetryPolicy,
+        *,
+        forgets_dropped: bool = False,
+        reads_packed: bool = True,
+    ) -> None:
         """Does not connect yet.
 
         Args:
             app: The app to which jobs are sent.
             retries: How long it waits for a backend that is away.
             forgets_dropped: Whether it removes results that are announced and not awaited any more.
+            reads_packed: Whether vectors may come packed.
 
         Raises:
             SettingsError: The app's result backend is no Redis.
@@ -92,7 +108,8 @@ class Collector:
             self._client = backend._create_client(**{**backend.connparams, **limits})
         self._longest_wait_s = timeout_s / 2 if timeout_s else float("inf")
         name = uuid()
-        self.headers: Mapping[str, Any] = {HEADER: {"v": VERSION, "reply": name}}
+        wishes = {"reply": name, **(PACKED if reads_packed else {})}
+        self.headers: Mapping[str, Any] = {HEADER: {"v": VERSION, **wishes}}
         self._key = stream_key(backend, name)
         self._is_made = False
         #: Id of the last entry that was read.
@@ -256,9 +273,10 @@ def redis_backend(app: Celery) -> Any:
 def read_stored(backend: Any, payload: bytes) -> Answer | None:
     """Reads what a backend has stored; None while the job has not ended, an error if it is odd."""
     try:
-        is_plain = backend.serializer == "json" and type(backend) is RedisBackend
+        is_plain = backend.serializer == "json" and type(backend) in (RedisBackend, SentinelBackend)
         meta = read_json(payload) if is_plain else backend.decode(payload)
-        return read_answer(meta.get("status"), meta.get("result"), meta.get("batch"))
+        found = meta.get("status"), meta.get("result"), meta.get("batch")
+        return read_answer(*found, is_packed=is_packed(meta))
     except (KombuError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return Answer(error=(type(error).__name__, f"a result that cannot be read: {error}"))
 

@@ -213,12 +213,15 @@ class ItemOptions(TypedDict, total=False):
         window: Maximum number of items in flight.
         timeout_s: Give up when no result has come for so long, in seconds; by default never. It
             bounds sending, waiting and cleaning up together.
+        keeps_base64: Whether vectors of embeddings stay float32 in base64 where they came so, for
+            `to_numpy`, instead of lists of floats.
     """
 
     keywords: Mapping[str, Any] | None
     per_job: int | None
     window: int
     timeout_s: float | None
+    keeps_base64: bool
 
 
 class ItemRun:
@@ -236,6 +239,7 @@ class ItemRun:
         per_job: int | None = None,
         window: int = WINDOW,
         timeout_s: float | None = None,
+        keeps_base64: bool = False,
     ) -> None:
         """Prepares; `options` are those of a `Publisher`, all others those of `ItemOptions`.
 
@@ -243,6 +247,7 @@ class ItemRun:
             BatchArgumentError: A number is out of range.
         """
         self._per_job = check_per_job(per_job)
+        self._keeps_base64 = keeps_base64
         self._rest = iter(items)
         #: Those that were read and are in no job.
         self._items: list[Any] = []
@@ -314,7 +319,10 @@ class ItemRun:
 
     def _release(self, indexes: range, answer: Answer) -> Iterator[Outcome]:
         """Outcomes of a job, or of none or several if they come in order."""
-        self._held[indexes.start] = read_outcomes(answer, indexes, self._per_job > 0, self._backend)
+        form = self._per_job > 0, self._backend
+        self._held[indexes.start] = read_outcomes(
+            answer, indexes, *form, keeps_base64=self._keeps_base64
+        )
         first = self._next if self._ordered else indexes.start
         while first in self._held:
             outcomes = self._held.pop(first)

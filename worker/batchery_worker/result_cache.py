@@ -36,9 +36,9 @@ Run = Callable[[list[Any]], Sequence[Any]]
 DIGEST_BYTES = 20
 
 #: Version of keys and stored results; it changes whenever their form does.
-KEY_FORMAT = 1
+KEY_FORMAT = 2
 
-#: Length of the checksum before each JSON, in bytes. It detects values that are foreign or broken.
+#: Length of the checksum before each result, in bytes; it detects what is foreign or broken.
 CHECKSUM_BYTES = 4
 
 #: How long an answer may take, in seconds, while a batch waits for it.
@@ -97,7 +97,7 @@ class DedupedBatch:
         """
         self._keys = [object() if key is None else key for key in keys]
         #: Values from elsewhere, by key.
-        self._known: dict[Any, Any] = {key: Encoded(json) for key, json in found.items()}
+        self._known: dict[Any, Any] = {key: Encoded.load(text) for key, text in found.items()}
         #: Values that were computed here, by key: for the cache, and for the next batch.
         self.computed_values: dict[Any, Any] = {}
         #: Outcomes that are not shared, by position of the item.
@@ -140,7 +140,7 @@ class DedupedBatch:
     def fresh(self) -> dict[bytes, bytes]:
         """The encoded results that the cache does not have; call `encode` first."""
         return {
-            key: value.json
+            key: value.dump()
             for key, value in self.computed_values.items()
             if isinstance(key, bytes) and isinstance(value, Encoded)
         }
@@ -184,7 +184,7 @@ class ResultCache:
         self._error = ""
 
     def get(self, task: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """The JSON of the results that are there, by digest."""
+        """The results that are there, by digest, as `Encoded.dump` writes them."""
         if not digests:
             return {}
         values = self._attempt(self._client.mget, [self._key(task, each) for each in digests])
@@ -199,10 +199,10 @@ class ResultCache:
 
         Args:
             task: Name of the task.
-            results: Their JSON, by digest.
+            results: As `Encoded.dump` writes them, by digest.
             ttl_s: How long they are kept, in seconds.
         """
-        values = {self._key(task, each): _sum(json) + json for each, json in results.items()}
+        values = {self._key(task, each): _sum(text) + text for each, text in results.items()}
         self._attempt(self._write, values, int(ttl_s * 1000))
 
     def take_errors(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class ResultCache:
         return {"errors": errors, "error": self._error} if errors else {}
 
     def _key(self, task: str, digest: bytes) -> bytes:
-        """Key of a STRING: CRC-32 of the result's JSON, 4 bytes, then the JSON."""
+        """Key of a STRING: CRC-32 of what `Encoded.dump` writes, 4 bytes, then that."""
         return backend_prefix(self._backend) + f"batchery:cache:{task}:".encode() + digest
 
     def _write(self, values: Mapping[bytes, bytes], ttl_ms: int) -> None:
@@ -249,8 +249,8 @@ class ResultCache:
         return self._backend._create_client(**options | dict.fromkeys(timeouts, ANSWER_TIMEOUT_S))
 
 
-def _sum(json: bytes) -> bytes:
-    return zlib.crc32(json).to_bytes(CHECKSUM_BYTES, "big")
+def _sum(text: bytes) -> bytes:
+    return zlib.crc32(text).to_bytes(CHECKSUM_BYTES, "big")
 
 
 class SingleFlight:

@@ -1,6 +1,6 @@
 """What a device is to run: the jobs of a batch, their limits, and where their results go."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ class CommitContext:
     completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: Index of a job -> how long its result is kept, in seconds; only of jobs that say it.
     keep_s: Mapping[int, int] = field(default_factory=dict)
+    #: Index of each job whose producer reads packed vectors.
+    packed: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
 - `batchery_sent_at`: when it was sent, in Unix seconds. A worker takes a job only when it has room:
   under overload, that is much later.
 - `batchery`: an object, with `v` = 1. `n` and `values` are those of multi-item jobs, `reply` and
-  `keep_s` those of completion streams, `stream` that of piece streams (`protocol/pieces.py`).
+  `keep_s` those of completion streams, `vectors` that of packed vectors, `stream` that of piece
+  streams (`protocol/pieces.py`).
 
 A multi-item job is one message that carries n items, on any pool. `"n": 3` says that the argument
 is a list of three items; the result is then a list of three `{"ok": value}` or `{"error": {...}}`.
@@ -16,6 +17,10 @@ With `"values": true` it is the plain list of values, and the first item that fa
 workers write to it in the same step that stores the results. Other workers do not, so a producer
 must also look for results itself. With `keep_s` the stored result expires after so many seconds, if
 not sooner by the app's settings: nobody but this producer fetches it, and not later than that.
+
+`"vectors": "float32"` says that the producer reads packed vectors: the `vector` of an embedding may
+be little-endian float32 in base64. A stored result says by a field of the same name and value that
+its vectors are; in all others they are lists. Jobs share a batch whatever they say.
 """
 
 import json
@@ -164,6 +169,15 @@ def read_keep_s(header: Any) -> int | None:
     if not isinstance(keep_s, int) or isinstance(keep_s, bool) or not 0 < keep_s <= MAX_KEEP_S:
         return None
     return keep_s
+
+
+#: What the header says if packed vectors are read, and a stored result if it has them.
+PACKED = {"vectors": "float32"}
+
+
+def is_packed(found: Any) -> bool:
+    """Whether a `batchery` header or a stored result says that of packed vectors."""
+    return isinstance(found, Mapping) and found.get("vectors") == "float32"
 
 
 #: The headers of a job whose pieces somebody reads.

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from stat import S_ISREG
@@ -15,6 +17,9 @@ from typing import Any
 from batchery.errors import DatasetError
 from batchery_producer.files.rows import MAX_LINE_BYTES
 from batchery_producer.files.source import naming_errors
+
+#: Writes arrays; it is there where a worker or the gateway is installed, too.
+orjson: Any = import_module("orjson") if find_spec("orjson") and find_spec("numpy") else None
 
 #: Lines in memory are written when they take this much, even without a flush, in bytes.
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -125,6 +130,10 @@ class JsonLines:
 
 def encoded(entry: Mapping[str, Any]) -> bytes:
     """An entry as JSON, without a line end; what is no finite number is null."""
+    result = entry.get("result")
+    if isinstance(result, dict) and hasattr(result.get("vector"), "dtype"):
+        with suppress(TypeError):  # A lone surrogate in an id, which it refuses.
+            return bytes(orjson.dumps(entry, default=simplify, option=orjson.OPT_SERIALIZE_NUMPY))
     try:
         return _encode(entry).encode()
     except UnicodeEncodeError:  # JSON can escape a lone surrogate, UTF-8 cannot.

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncTask
-from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
+from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, in_base64, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
 
@@ -69,12 +69,18 @@ def check_ids(model: ServedModel, name: str | None, field: str, given: Any) -> N
 
 
 async def run_items(
-    request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
+    request: Request,
+    model: ServedModel,
+    items: Sequence[Any],
+    keywords: Mapping[str, Any],
+    *,
+    keeps_base64: bool = False,
 ) -> list[Any]:
     """The result of each item, in order, within the caller's limits."""
     chars = count_chars(items)
     request.state.caller.check(len(items), chars, request.state.body_bytes)
-    outcomes = check_all(await run_outcomes(request, model, items, keywords))
+    call = run_outcomes(request, model, items, keywords, keeps_base64=keeps_base64)
+    outcomes = check_all(await call)
     return [outcome.value for outcome in outcomes]
 
 
@@ -83,7 +89,7 @@ async def embed_items(
     model: ServedModel,
     items: Sequence[Any],
     keywords: Mapping[str, Any],
-    dimensions: int | None,
+    dimensions: int | None = None,
 ) -> list[dict[str, Any]]:
     """Runs texts of an embedding model, within the caller's limits; vectors are in base64.
 
@@ -93,17 +99,20 @@ async def embed_items(
         request: Whose they are.
         model: Of kind embedding.
         items: Texts, or token ids.
-        keywords: Of the job, without `encoding` and `dimensions`.
+        keywords: Of the job, without `dimensions`.
         dimensions: How many leading dimensions are kept; all of them if None.
 
     Raises:
         Problem: As `run_items`; or the vectors have fewer dimensions.
     """
-    keywords = {**keywords, "encoding": "base64"}
     if dimensions is not None and model.settings.dimensions is not None:
         # What the worker's setting cuts off cannot be put on here.
-        return await run_items(request, model, items, {**keywords, "dimensions": dimensions})
-    results = await run_items(request, model, items, keywords)
+        keywords, dimensions = {**keywords, "dimensions": dimensions}, None
+    results = await run_items(request, model, items, keywords, keeps_base64=True)
+    for each in results:
+        # Celery's tracer stores lists.
+        if not isinstance(each["vector"], str):
+            each["vector"] = in_base64(each["vector"])
     if dimensions is None:
         return results
     scale = keywords.get("normalize", model.settings.normalize)
@@ -170,6 +179,8 @@ async def run_outcomes(
     items: Sequence[Any],
     keywords: Mapping[str, Any],
     per_job: int = ITEMS_PER_JOB,
+    *,
+    keeps_base64: bool = False,
 ) -> list[Outcome]:
     """How each item ended, in order; if the caller hangs up, the jobs are revoked.
 
@@ -177,7 +188,7 @@ async def run_outcomes(
     """
     gateway, task = get_gateway(request), choose_task(request, model)
     try:
-        call = task.outcomes(items, per_job=per_job, keywords=keywords)
+        call = task.outcomes(items, per_job=per_job, keywords=keywords, keeps_base64=keeps_base64)
         outcomes = await unless_gone(request, call)
     except Problem:
         raise

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import GetPydanticSchema
@@ -125,4 +125,9 @@ def shorten(vector: str, dimensions: int, *, scale: bool) -> str:
     kept = whole[:dimensions]
     if scale:
         kept = kept / max(float(np.linalg.norm(kept)), LEAST_NORM)
-    return base64.b64encode(kept.astype("<f4").tobytes()).decode("ascii")
+    return in_base64(kept)
+
+
+def in_base64(vector: Any) -> str:
+    """The numbers of a list or an array, as workers send them."""
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode("ascii")

@@ -51,6 +51,40 @@ def test_item_error_becomes_the_exception_of_its_name_or_item_failed(
     assert repr(outcome.error) == repr(wanted)
 
 
+#: 0.1 and -2 as float32.
+PACKED = "zczMPQAAAMA="
+NUMBERS = [0.10000000149011612, -2.0]
+
+
+def test_packed_vectors_become_lists_wherever_they_are() -> None:
+    one = {"tokens": 1, "vector": PACKED}
+    (outcome,) = read_outcomes(Answer(dict(one), is_packed=True), range(1), False, BACKEND)
+    assert outcome.value == {"tokens": 1, "vector": NUMBERS}
+    entries = [{"ok": dict(one)}, {"error": {"type": "InvalidItem", "message": "vector"}}]
+    good, bad = read_outcomes(Answer(entries, is_packed=True), range(2), True, BACKEND)
+    assert good.value == {"tokens": 1, "vector": NUMBERS}
+    assert isinstance(bad.error, InvalidItem)
+
+
+def test_strings_stay_where_nothing_says_that_they_are_packed_or_their_caller_keeps_them() -> None:
+    value = {"vector": PACKED}
+    (outcome,) = read_outcomes(Answer(value), range(1), False, BACKEND)
+    assert outcome.value == value
+    packed = Answer(value, is_packed=True)
+    (outcome,) = read_outcomes(packed, range(1), False, BACKEND, keeps_base64=True)
+    assert outcome.value == {"vector": PACKED}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 7, "vector", [1], {"vector": None}, {"vector": "x"}, {"vector": "AAAA"}],
+    ids=repr,
+)
+def test_a_vector_that_cannot_be_read_fails_its_job(value: Any) -> None:
+    (outcome,) = read_outcomes(Answer(value, is_packed=True), range(1), False, BACKEND)
+    assert "vector" in str(outcome.error)
+
+
 @pytest.mark.parametrize("value", [[], [{"ok": 1}], None, 7, "ok", {"ok": 1}], ids=repr)
 def test_multi_item_result_of_another_form_fails_each_item(value: Any) -> None:
     outcomes = read_outcomes(Answer(value), range(3), True, BACKEND)

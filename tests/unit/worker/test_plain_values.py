@@ -67,7 +67,7 @@ def test_values_nested_too_deeply_are_not_plain(outer: Callable[[Any], Any]) -> 
 
 
 def test_a_known_value_is_not_decoded_again() -> None:
-    known = Encoded(b"not JSON", 7)
+    known = Encoded(b"not JSON", value=7)
     assert known.value == 7
 
 

@@ -26,7 +26,7 @@ from kombu.utils import json as kombu_json
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from batchery.protocol.headers import expires_s, stream_key
+from batchery.protocol.headers import PACKED, expires_s, stream_key
 from batchery.redis_scripts import RedisScripts, cut_into_parts, find_server, get_database
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
@@ -225,7 +225,7 @@ class LeaseBroker(RetryingRedis):
 #: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
 #: such a stamp is left to Celery.
 ALWAYS_STORED = frozenset(
-    {"status", "result", "traceback", "children", "date_done", "task_id", "batch"}
+    {"status", "result", "traceback", "children", "date_done", "task_id", "batch", *PACKED}
 )
 
 
@@ -306,6 +306,10 @@ MAX_JOBS_PER_SCRIPT = 512
 MAX_BYTES_PER_SCRIPT = 4 << 20
 
 
+#: As JSON, without braces.
+PACKED_FIELD = f"{json.dumps(PACKED)[1:-1]}, "
+
+
 class MetaWriter:
     """Writes the results of one batch as Celery stores them."""
 
@@ -322,19 +326,18 @@ class MetaWriter:
             f'"batch": {json.dumps(info)[:-1]}, "waited_ms": '
         )
 
-    def write(
-        self, task_id: str, result: bytes, waited_ms: float, fields: Mapping[str, Any]
-    ) -> bytes:
+    def write(self, job: "JobResult", waited_ms: float, fields: Mapping[str, Any]) -> bytes:
         """Writes the stored result of one job.
 
         Args:
-            task_id: Id of the job.
-            result: Its result, as JSON in UTF-8.
+            job: What was computed for it: a result.
             waited_ms: How long it waited, from when it was sent.
             fields: Further fields, from `stored_fields`.
         """
-        text = f'{self._head}{waited_ms!r}}}, {encode_fields(task_id, fields)}, "result": '
-        return b"%b%b}" % (text.encode(), result)
+        assert job.json is not None
+        own, mark = encode_fields(job.task_id, fields), PACKED_FIELD if job.is_packed else ""
+        text = f'{self._head}{waited_ms!r}}}, {own}, {mark}"result": '
+        return b"%b%b}" % (text.encode(), job.json)
 
 
 class CommitStatus(StrEnum):
@@ -356,6 +359,8 @@ class JobResult(NamedTuple):
     task_id: str
     #: In UTF-8; None for what is no result, such as a failure.
     json: bytes | None
+    #: Whether its vectors are packed.
+    is_packed: bool = False
 
 
 #: The statuses by their digits in commit.lua.
@@ -457,7 +462,7 @@ class RedisCommitter:
             key = self._prefix + job.task_id.encode()
             value = b""
             if fields is not None:
-                value = writer.write(job.task_id, job.json, waited_ms, fields)
+                value = writer.write(job, waited_ms, fields)
         except (TypeError, ValueError, RecursionError):
             # For instance arguments that JSON cannot write. The tracer tells the caller.
             return None

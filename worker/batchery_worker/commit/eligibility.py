@@ -13,7 +13,7 @@ from typing import Any
 from celery import Celery
 from celery.app import trace
 
-from batchery.protocol.headers import HEADER, is_streamed, read_keep_s, read_stream_name
+from batchery.protocol.headers import HEADER, is_packed, is_streamed, read_keep_s, read_stream_name
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport.lease_store import LeaseStore
@@ -114,7 +114,7 @@ class CommitEligibility:
                 job.payload.tracer_reason = NO_LEASE
         if store is None or not any(eligible):
             return None
-        completion_streams, keep_s = _replies(jobs)
+        completion_streams, keep_s, packed = _replies(jobs)
         return CommitContext(
             store=store,
             jobs=eligible,
@@ -122,6 +122,7 @@ class CommitEligibility:
             is_listened=listens_after(task),
             completion_streams=completion_streams,
             keep_s=keep_s,
+            packed=packed,
         )
 
     def _of_job(
@@ -142,10 +143,13 @@ class CommitEligibility:
         return token, round((formed_s - job.sent_s) * 1e3, 3), fields
 
 
-def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[int, int]]:
-    """The indexes of the jobs that ask for each completion stream; and the jobs' own `keep_s`."""
+def _replies(
+    jobs: Sequence[Job[TaskCall]],
+) -> tuple[dict[str, list[int]], dict[int, int], set[int]]:
+    """What jobs ask for, by their indexes: completion streams, `keep_s`, and packed vectors."""
     completion_streams: dict[str, list[int]] = {}
     kept: dict[int, int] = {}
+    packed: set[int] = set()
     for index, job in enumerate(jobs):
         header = job.payload.message.get(HEADER)
         if header is None:
@@ -154,7 +158,9 @@ def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[
             completion_streams.setdefault(name, []).append(index)
         if (keep_s := read_keep_s(header)) is not None:
             kept[index] = keep_s
-    return completion_streams, kept
+        if is_packed(header):
+            packed.add(index)
+    return completion_streams, kept, packed
 
 
 def _text_chars(task: BatchTask, call: TaskCall) -> int | None:

@@ -20,6 +20,7 @@ from batchery.execution.batch import read_back, refuse_value
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Replace
 from batchery.protocol import headers as multi_item
+from batchery.transport.codec import read_json
 from batchery_worker.batch import DeviceBatch, JobAnswer
 from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
 from batchery_worker.device.pieces import PieceWriter
@@ -27,6 +28,9 @@ from batchery_worker.ipc.messages import Reply, ResultsWait
 from batchery_worker.plain_values import Encoded, encoded, is_plain, joined, plain_json
 from batchery_worker.result_cache import SingleFlight
 from batchery_worker.work import Work
+
+#: How the entry of an item begins that has failed.
+ERROR = b'{"error":'
 
 
 class Answerer:
@@ -142,10 +146,13 @@ def send_results(
     if batch.deduped is not None:
         batch.outcomes = batch.deduped.encode()
     outcomes, results = list[Any](), list[JobResult]()
-    for (task_id, _, _), outcome in zip(work.jobs, _by_job(batch), strict=True):
-        json = write_json(outcome)
+    packed = () if context is None else context.packed
+    for index, ((task_id, _, _), outcome) in enumerate(zip(work.jobs, _by_job(batch), strict=True)):
+        is_packed = index in packed and isinstance(outcome, Encoded) and outcome.has_vectors
+        json = outcome.packed if is_packed else write_json(outcome)
         outcomes.append(json if isinstance(json, Failed) else outcome)
-        results.append(JobResult(task_id, None if isinstance(json, Failed) else json))
+        own = None if isinstance(json, Failed) else json
+        results.append(JobResult(task_id, own, is_packed=is_packed))
     read_statuses = None if context is None else committer.send(results, context, batch.info)
 
     def answer() -> None:
@@ -211,7 +218,8 @@ def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int]:
             continue
         if type(outcome) is Encoded:
             # To look for the key costs little; to decode the vectors would cost much.
-            entries = outcome.value if b'{"error":' in outcome.json else ()
+            has_failed = any(isinstance(each, bytes) and ERROR in each for each in outcome.parts)
+            entries = read_json(outcome.packed) if has_failed else ()
         else:
             entries = outcome
         failed.update(entry["error"]["type"] for entry in entries if "error" in entry)
@@ -292,6 +300,6 @@ def _multi_item_outcome(outcomes: Sequence[Any]) -> Any:
 def _entry(outcome: Any) -> Encoded | None:
     """The outcome of one item of a multi-item job, encoded; None if Celery must encode it."""
     if type(outcome) is Encoded:
-        return Encoded(b'{"ok":%b}' % outcome.json)
+        return Encoded(b'{"ok":', *outcome.parts, b"}")
     (entry,) = multi_item.build_result([sendable(outcome)])
     return encoded(entry)

@@ -40,7 +40,7 @@ from batchery_worker.ipc.messages import (
     load_message,
 )
 from batchery_worker.memory import Memory
-from batchery_worker.models.text_items import Vector
+from batchery_worker.plain_values import Vector
 from batchery_worker.serving.loading import serve_model
 from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
@@ -308,8 +308,8 @@ class CardProcess:
         dimensions = 0
         for place, outcome in enumerate(outcomes):
             if isinstance(outcome, Vector):
-                dimensions = len(outcome.numbers)
-                vectors[slot, place, :dimensions] = outcome.numbers
+                dimensions = len(outcome.row)
+                vectors[slot, place, :dimensions] = outcome.row
         # A feeder that is gone is dropped where it is read from.
         with suppress(OSError):
             write_frame(asked.feeder.end, Computed(slot, dimensions, tokens, failures).dump())

@@ -210,7 +210,9 @@ class FeederRunner:
 
     def _read(self, part: Part, parts: Parts, answer: Computed, work: Work) -> Iterator[Any]:
         """The results of a part."""
-        vectors = self._memory.vectors[answer.slot, : len(part.places), : answer.dimensions]
+        there = self._memory.vectors[answer.slot, : len(part.places), : answer.dimensions]
+        # They are written as JSON later, when others have the slot.
+        vectors = there.copy()
         heads = [self._items.head(parts.items[place]) for place in part.places]
         failed = {place: getattr(errors, name)(text) for place, name, text in answer.failures}
         for place, result in enumerate(self._items.write(heads, vectors, work.keywords)):

@@ -15,8 +15,9 @@ from batchery_worker.models.inputs import (
     SparseEmbeddingKeywords,
 )
 from batchery_worker.models.sentence_model import SentenceModel
-from batchery_worker.models.text_items import EmbeddingItems, ItemsSetup, Vector
+from batchery_worker.models.text_items import EmbeddingItems, ItemsSetup
 from batchery_worker.models.text_model import Outputs
+from batchery_worker.plain_values import Vector
 
 
 class EmbeddingModel(EmbeddingItems, SentenceModel):

@@ -29,7 +29,7 @@ from batchery_worker.models.tokenizer import (
     TokenIds,
     Truncated,
 )
-from batchery_worker.plain_values import Encoded
+from batchery_worker.plain_values import Encoded, Vector
 
 #: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -156,13 +156,6 @@ class ItemsSetup(NamedTuple):
     dimensions: int
 
 
-class Vector(NamedTuple):
-    """A vector on its way to whoever writes the result."""
-
-    #: (D,) float32.
-    numbers: NDArray[Any]
-
-
 class EmbeddingItems(PromptedItems):
     """Items of embeddings, and their results."""
 
@@ -218,12 +211,18 @@ class EmbeddingItems(PromptedItems):
     def write(
         self, heads: Sequence[dict[str, Any]], vectors: NDArray[Any], keywords: Mapping[str, Any]
     ) -> list[Encoded]:
-        """Results of vectors, (B, D) float32, behind their heads."""
+        """Results of vectors, (B, D) float32, behind their heads.
+
+        The vectors are read once more when the results are written.
+        """
         if self._read_keywords(keywords).encoding == "base64":
             little = vectors.astype("<f4", copy=False)
             texts = [b64encode(row).decode("ascii") for row in little]
             return encode_results(heads, vector=texts)
-        return encode_results(heads, vector=vectors)
+        return [
+            Encoded(orjson.dumps(head)[:-1] + b',"vector":', Vector(row), b"}")
+            for head, row in zip(heads, vectors, strict=True)
+        ]
 
 
 def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) -> list[Encoded]:

@@ -198,8 +198,7 @@ async def similarity(
     if not body.inputs.sentences:
         raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
     items = read_items(request, "inputs", [body.inputs.source_sentence, *body.inputs.sentences])
-    keywords = {**options.keywords(served), "encoding": "base64"}
-    results = await run_items(request, served, items, keywords)
+    results = await embed_items(request, served, items, options.keywords(served))
     vectors = np.stack([numbers(result["vector"]) for result in results])
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(norms, LEAST_NORM)

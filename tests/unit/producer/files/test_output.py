@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 
@@ -55,6 +56,19 @@ def test_results_and_failures_go_to_different_files(source: Dataset) -> None:
         {"id": 2, "row": 2, "line": 5, "error": {"type": "ValueError", "message": "größer"}}
     ]
     assert output.first_failure == "in.txt, line 5: ValueError: größer"
+
+
+@pytest.mark.parametrize("id_", ["a", "\ud800", b"\x00", None], ids=repr)
+def test_arrays_are_written_as_lists_with_few_digits(source: Dataset, id_: Any) -> None:
+    vector = np.array([0.1, -2.0], np.float32)
+    with Output(source, "out.jsonl") as output:
+        output.open(journal(source))
+        output.result(record(1, id_), {"tokens": 1, "vector": vector})
+        output.flush()
+    (line,) = lines("out.jsonl")
+    assert line["row"] == 1
+    digits = [0.10000000149011612, -2.0] if id_ == "\ud800" else [0.1, -2.0]
+    assert line["result"] == {"tokens": 1, "vector": digits}
 
 
 def test_run_without_failures_has_no_file_of_failures(source: Dataset) -> None:

@@ -11,7 +11,7 @@ from celery.app.task import Context
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.commit.committer import MetaWriter, stored_fields
+from batchery_worker.commit.committer import JobResult, MetaWriter, stored_fields
 from batchery_worker.plain_values import plain_json
 
 FACTS = {"id": "b7", "size": 3, "padding": 0.25, "forward_ms": 1.5, "device": "cpu"}
@@ -73,7 +73,7 @@ def by_us(app: Celery, message: dict[str, Any], result: Any) -> tuple[Any, bytes
     )
     assert fields is not None
     writer = MetaWriter(app.now().isoformat(), FACTS)
-    written = writer.write(message["id"], plain_json(result), 12.345, fields)
+    written = writer.write(JobResult(message["id"], plain_json(result)), 12.345, fields)
     return json.loads(written), written
 
 
@@ -111,7 +111,7 @@ Plain = st.recursive(
 @given(result=Plain, task_id=st.text(min_size=1) | st.uuids().map(str))
 def test_result_writer_writes_any_result_and_any_id(result: Any, task_id: str) -> None:
     writer = MetaWriter("2026-01-02T03:04:05.000006+00:00", FACTS)
-    meta = json.loads(writer.write(task_id, plain_json(result), 0.0, {}))
+    meta = json.loads(writer.write(JobResult(task_id, plain_json(result)), 0.0, {}))
     assert (meta["result"], meta["task_id"]) == (result, task_id)
 
 

@@ -22,7 +22,7 @@ from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommi
 from batchery_worker.completion.tracer import own_outcome
 from batchery_worker.device.answerer import describe, format_result, send_results, write_json
 from batchery_worker.job import Batch
-from batchery_worker.plain_values import Encoded, plain_json
+from batchery_worker.plain_values import Encoded, Vector, plain_json
 from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
 from batchery_worker.work import CachePolicy, CommitContext, Work
 
@@ -144,6 +144,53 @@ def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
     ]
     assert memory.kept == {b"a": b'{"x":1}', b"b": b"[2.5]"}
     assert batch.reused == {"items": 4, "hits": 1, "deduplicated": 1, "computed": 2}
+
+
+def vector(*numbers: float) -> Encoded:
+    """A result with a vector."""
+    return Encoded(b'{"vector":', Vector(np.array(numbers, np.float32)), b"}")
+
+
+#: 0.1 as float32.
+PACKED = b"zczMPQ=="
+
+
+@pytest.mark.parametrize("outcome", [vector(0.1), Encoded.load(vector(0.1).dump())])
+def test_a_vector_is_written_as_the_producer_of_each_job_reads_it(outcome: Encoded) -> None:
+    jobs = [("t1", ["a"], False), ("t2", ["b"], False), ("t3", ["c", "d"], True)]
+    jobs += [("t4", ["e", "f"], True), ("t5", ["g"], False)]
+    store: Any = None
+    context = CommitContext(store, [("1", 0.0, {})] * 5, 100, packed={1, 3, 4})
+    work = Work(5, "task", {}, jobs, 8, None, commit=context)
+    outcomes = [outcome, outcome, outcome, outcome, outcome, Failed("no"), {"vector": "text"}]
+    batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
+    judge = Judge(*[CommitStatus.COMMITTED] * 4, CommitStatus.NEEDS_TRACER)
+    answer(batch, judge, NO_CACHE)
+    ((results, _, _),) = judge.asked
+    plain, packed = b'{"vector":[0.1]}', b'{"vector":"%b"}' % PACKED
+    failed = b'{"error":{"type":"ItemFailed","message":"no"}}'
+    assert [(each.json, each.is_packed) for each in results] == [
+        (plain, False),
+        (packed, True),
+        (b'[{"ok":%b},{"ok":%b}]' % (plain, plain), False),
+        (b'[{"ok":%b},%b]' % (packed, failed), True),
+        # What a function returns is its own.
+        (b'{"vector":"text"}', False),
+    ]
+    assert batch.failed_items == {"ItemFailed": 1}
+    # Logs and events tell of a packed result as of all others.
+    assert [each.text for each in batch.answers][:2] == ["{'vector': [0.1]}"] * 2
+
+
+def test_the_tracer_gets_numbers_where_a_packed_result_was_not_taken() -> None:
+    store: Any = None
+    context = CommitContext(store, [("1", 0.0, {})] * 3, packed={0, 1, 2})
+    work = Work(5, "task", {}, JOBS, 8, None, commit=context)
+    batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=[vector(0.1)] * 4)
+    answer(batch, Judge(*[CommitStatus.NEEDS_TRACER] * 3), NO_CACHE)
+    one, two, _ = [own_outcome(each.outcome) for each in batch.answers]
+    assert one == {"vector": [0.1]}
+    assert two == [{"ok": one}, {"ok": one}]
 
 
 def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from kombu.utils import json as celery_json
 
+from batchery import to_numpy
+from batchery_producer.answers import unpack_list
 from batchery_worker.models.text_items import encode_results
+from batchery_worker.plain_values import Encoded, Vector
 
 #: Digits that every float32 survives; many need fewer.
 DIGITS = 9
@@ -32,6 +35,17 @@ def test_every_float32_comes_back_to_the_last_bit_whoever_reads_it(rows: Any) ->
         assert {type(number) for row in numbers for number in row} == {float}
         assert np.array(numbers, np.float32).tobytes() == rows.tobytes()
     assert numbers == [each.value["vector"] for each in results]
+
+
+@given(rows=ROWS)
+def test_a_vector_is_the_same_in_base64_as_a_list_and_from_a_cache(rows: Any) -> None:
+    for row in rows:
+        made = Encoded(b'{"tokens":1,"vector":', Vector(row), b"}")
+        for each in (made, Encoded.load(made.dump())):
+            listed, packed = json.loads(each.json), json.loads(each.packed)
+            assert listed == each.value
+            assert to_numpy(listed).tobytes() == to_numpy(packed).tobytes() == row.tobytes()
+            assert unpack_list(packed["vector"]) == row.tolist()
 
 
 @given(value=st.floats(2**-20, 2**20, width=32) | st.floats(-(2**20), -(2**-20), width=32))
