@@ -84,7 +84,7 @@ def test_what_watches_is_answered_at_once_while_redis_hangs(
         # Nor do calls of tasks wait for long.
         soon = {**HEADERS, "x-request-timeout": "0.5"}
         for method in ("POST", "GET", "DELETE"):
-            body = {"args": [1]} if method == "POST" else None
+            body = {"item": 1} if method == "POST" else None
             path = "/tasks/apps.any" if body else TASK
             answer = keyed.request(method, path, json=body, headers=soon)
             assert answer.status_code in (503, 504), answer.text

@@ -245,6 +245,9 @@ class Feed:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
         self.source.return_due()
+        self._tell_others()
+
+    def _tell_others(self) -> None:
         self._described = self.source.describe(self._described)
 
     def _make_eventer(self, jobs: JobsSetup) -> Any:
@@ -419,6 +422,8 @@ class Feed:
         with self.lock:
             self._drop_waiting()
         self._described = ""
+        # Commands look there for workers as soon as these are ready.
+        self.turns.call_soon(self._tell_others)
         self._tell(Joined(holder, broker))
 
     def _drop_waiting(self) -> list[Any]:
