@@ -183,7 +183,7 @@ def test_items_of_one_message_that_kill_the_device_fail_alone(
     found = [entry.get("ok") or entry["error"]["type"] for entry in entries]
     assert found == ["DeviceDied" if text == "die" else text.upper() for text in texts]
     assert "item 3 ended its device" in entries[3]["error"]["message"]
-    # Each of them once alone, and before that only beside others.
-    assert batches(tmp_path).count(["die"]) == 2
+    # Each of them twice alone, and before that only beside others.
+    assert batches(tmp_path).count(["die"]) == 4
     assert dead_letters_of(redis_url) == []
     wait_for(lambda: not suspects(redis_url), "nothing is noted any more")

@@ -90,9 +90,9 @@ class Work:
     commit: CommitContext | None = None
     #: None if nobody streams one of the jobs.
     pieces: PieceContext | None = None
-    #: Places of the items that have ended a device, if those of its only job run one by one, as it
-    #: may end another; None for any other batch.
-    dead_items: Sequence[int] | None = None
+    #: If the items of its only job run one by one, as it is a suspect: places of those that have
+    #: ended a device, once for each time; None for any other batch.
+    culprits: Sequence[int] | None = None
     #: None for a task without a cache.
     cache: CachePolicy | None = None
     #: Whether it goes before the rest of what the device holds, between two forward passes.

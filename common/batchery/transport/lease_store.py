@@ -51,8 +51,8 @@ class Lease:
     deaths: Deaths | None = None
     #: The hard time limit that the job has reached, in seconds; None if it has not.
     expired_s: float | None = None
-    #: Places of those of its items that have ended a device, each alone.
-    dead_items: Sequence[int] = ()
+    #: Places of the items with which earlier runs of a suspect, one item at a time, have ended.
+    last_items: Sequence[int] = ()
     #: The job's field in the HASH of suspects; None if it is no suspect.
     suspect: str | None = None
     #: Tag of the job's message; None until the job's completion has published messages.
@@ -211,7 +211,7 @@ class LeaseStore:
         self.client.hdel(self.keys.running(self.worker), DELIVERY)
 
     def note_items(self, token: str, places: Sequence[int]) -> None:
-        """Notes which items of a suspect have ended a device, and which one begins, the last one.
+        """Notes with which items earlier runs of a suspect have ended, and which one begins, last.
 
         If Redis does not answer, nobody is blamed for what may happen.
         """

@@ -34,6 +34,7 @@ from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.runner import Between, Runner, RunnerContext
 from batchery_worker.device.start import check_device, find_memory, import_app
 from batchery_worker.device.started import StartedStates
+from batchery_worker.dispatch.poison import find_dead_items
 from batchery_worker.ipc.framing import write_frame
 from batchery_worker.ipc.logs import redirect_prints
 from batchery_worker.ipc.messages import (
@@ -310,8 +311,8 @@ class Device:
         start_next = (lambda: None) if work.urgent else self._start_next
         between = Between(run_urgent, start_next, resolve)
         self.current = work
-        if work.dead_items is not None:
-            batch.outcomes = self._run_one_by_one(batch, runner, between, work.dead_items)
+        if work.culprits is not None:
+            batch.outcomes = self._run_one_by_one(batch, runner, between, work.culprits)
         else:
             batch.outcomes = self._reuse.run(
                 batch.deduped, batch.items, lambda items: runner.run(batch, items, between)
@@ -321,16 +322,17 @@ class Device:
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
 
     def _run_one_by_one(
-        self, batch: DeviceBatch, runner: Runner, between: Between, dead_items: Sequence[int]
+        self, batch: DeviceBatch, runner: Runner, between: Between, culprits: Sequence[int]
     ) -> list[Any]:
-        """Runs the items of a suspect, but those that have ended a device; notes each before."""
+        """Runs the items of a suspect, but those that end devices; notes each before."""
         (task_id, items, form), outcomes = batch.work.jobs[0], []
+        dead_items = find_dead_items(culprits)
         for place, prepared in enumerate(batch.items):
             if place in dead_items:
-                text = f"{batch.work.task}[{task_id}]: item {place} ended its device, alone"
+                text = f"{batch.work.task}[{task_id}]: item {place} ended its device twice, alone"
                 outcomes.append(Failed(DeviceDied(f"{text}; it is not run again")))
                 continue
-            self.feed.note_items(batch, [*dead_items, place])
+            self.feed.note_items(batch, [*culprits, place])
             work = replace(batch.work, jobs=[(task_id, [items[place]], form)])
             one = replace(batch, work=work, items=[prepared])
             outcomes += runner.run(one, [prepared], between)

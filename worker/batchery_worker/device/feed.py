@@ -653,7 +653,7 @@ class Feed:
         return not (signals.task_received.receivers or trace.logger.isEnabledFor(logging.INFO))
 
     def note_items(self, batch: DeviceBatch, places: Sequence[int]) -> None:
-        """Notes of a suspect which items have ended a device, and which one begins, the last."""
+        """Notes of a suspect with which items runs have ended, and which one begins, the last."""
         handle = batch.formed.jobs[0].payload.lease
         if handle is not None:
             with self.lock:

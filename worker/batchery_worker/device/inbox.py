@@ -166,7 +166,7 @@ class Inbox:
                 lease.suspect = suspect
                 lease.deaths = None if deaths is None else read_deaths(deaths)
                 lease.expired_s = None if expired is None else float(expired)
-                lease.dead_items = [int(each) for each in (items or b"").split()]
+                lease.last_items = [int(each) for each in (items or b"").split()]
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
                 dead_letter_unread(self._app, store, token, reason)

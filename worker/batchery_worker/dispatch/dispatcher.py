@@ -29,7 +29,7 @@ from batchery_worker.commit.listeners import call_before, listens_before
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.held import HeldBatches
-from batchery_worker.dispatch.poison import PoisonDetector, find_dead_items
+from batchery_worker.dispatch.poison import PoisonDetector, find_culprits
 from batchery_worker.dispatch.recycling import RecyclingLimits
 from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims
 from batchery_worker.in_flight import InFlight, TaskCall
@@ -408,8 +408,8 @@ class Dispatcher:
         store = next((lease.store for lease in leases if lease is not None), None)
         work = self._make_work(task, jobs, store, turn)
         if formed.alone and formed.items > 1 and store is not None and not self.held.slots:
-            dead_items = find_dead_items(jobs[0].payload)
-            work = replace(work, dead_items=dead_items, cache=None, pieces=None)
+            culprits = find_culprits(jobs[0].payload)
+            work = replace(work, culprits=culprits, cache=None, pieces=None)
         batch = DeviceBatch(task, work, replace(formed, jobs=jobs), store=store)
         if turn.instead_of:
             victim = self.held.batches[turn.instead_of[0]]

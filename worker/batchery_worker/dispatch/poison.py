@@ -2,12 +2,13 @@
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
 they run in halves of their batch, then alone; alone, a job with several items runs them one by one.
-An item that kills then fails, and is not run again. A job that kills twice while alone otherwise
-becomes a dead letter.
+An item that kills twice then fails, and is not run again. Any other job that kills twice while it is
+alone becomes a dead letter.
 """
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,11 +26,11 @@ from batchery_worker.job import Job
 
 logger = logging.getLogger(__name__)
 
-#: How many items of a job may kill their device process, each while it runs there alone.
-MAX_DEAD_ITEMS = 8
-
-#: How often a job may kill its device process, or its worker, while it runs there alone.
+#: How often a job, or an item of it, may kill its device process or its worker, alone there.
 MAX_DEATHS = 2
+
+#: How many items of a job may do that.
+MAX_DEAD_ITEMS = 8
 
 
 class PoisonDetector:
@@ -50,7 +51,7 @@ class PoisonDetector:
             self._settlement.fail(job.payload, TimeLimitExceeded(limit_s))
         elif deaths is None:
             self._scheduler.admit(job)
-        elif deaths.alone < MAX_DEATHS or 0 < len(find_dead_items(job.payload)) <= MAX_DEAD_ITEMS:
+        elif deaths.alone < MAX_DEATHS or has_culprits(job.payload, deaths.alone):
             among = max(1, deaths.group_size // 2)
             job = replace(job, deaths=deaths.alone, recovered=True, among=among)
             self._scheduler.quarantine(job)
@@ -70,11 +71,24 @@ class PoisonDetector:
         self._settlement.fail(call, DeviceDied(reason))
 
 
-def find_dead_items(call: TaskCall) -> Sequence[int]:
-    """Places of the items of a job that have each ended a device."""
+def find_culprits(call: TaskCall) -> Sequence[int]:
+    """Places of the items of a suspect that have ended a device, once for each time."""
     handle = call.lease
     lease = None if handle is None else handle.store.leases.get(handle.token)
-    return () if lease is None else lease.dead_items
+    if lease is None or lease.deaths is None:
+        return ()
+    # A run that was ended in order, which counts no death, has noted an item, too.
+    return lease.last_items[: lease.deaths.alone]
+
+
+def has_culprits(call: TaskCall, deaths: int) -> bool:
+    """Whether each of so many deaths has its item, and the job may go on without those."""
+    return len(find_culprits(call)) == deaths <= MAX_DEATHS * MAX_DEAD_ITEMS
+
+
+def find_dead_items(culprits: Sequence[int]) -> set[int]:
+    """Places of the items that are not run again."""
+    return {place for place, deaths in Counter(culprits).items() if deaths >= MAX_DEATHS}
 
 
 def read_history(call: TaskCall) -> tuple[Deaths | None, float | None]:
