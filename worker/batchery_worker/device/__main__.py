@@ -8,7 +8,7 @@ import sys
 from celery.result import denied_join_result
 
 from batchery_worker.device.device import Device, begin, run_or_die
-from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
+from batchery_worker.device.lifetime import end_process, leave_signals_to_parent, open_pipe
 from batchery_worker.device.orders import listen
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs
@@ -26,10 +26,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         log_descriptor: Of another one, for what is logged; None writes that to standard error.
     """
     leave_signals_to_parent()
-    end = socket.socket(fileno=descriptor)
-    # A parent on green threads has made it non-blocking.
-    end.setblocking(True)
-    keep_private(end)
+    end = open_pipe(descriptor)
     try:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
@@ -37,9 +34,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
     device = Device(end)
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
-        log = socket.socket(fileno=log_descriptor)
-        log.setblocking(True)
-        keep_private(log)
+        log = open_pipe(log_descriptor)
         handler = ForwardingHandler(setup.name, log, lambda: device.current)
     forward_logs(handler, setup.log_levels)
     # As in Celery's own pools: a job that a function awaits may wait for this very device.

@@ -32,7 +32,7 @@ from batchery_worker.device.feed import Feed
 from batchery_worker.device.functions import EventLoop
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.runner import Between, Runner, RunnerContext
-from batchery_worker.device.start import check_device, find_memory, import_app
+from batchery_worker.device.start import check_device, find_memory, import_app, refuse_start
 from batchery_worker.device.started import StartedStates
 from batchery_worker.dispatch.poison import find_dead_items
 from batchery_worker.ipc.framing import write_frame
@@ -409,12 +409,8 @@ def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
     """
     try:
         ready = device.start(setup, app)
-    except Exception as error:
-        logger.debug("start failed", exc_info=True)
-        text = str(error)
-        if not isinstance(error, BatcheryError):
-            text = f"{setup.app or setup.device}: {type(error).__name__}: {error}"
-        device.tell(NotReady(text))
+    except Exception as error:  # noqa: BLE001 - the code of an app or a model
+        device.tell(refuse_start(error, setup.app or setup.device))
         return False
     device.tell(ready)
     return True

@@ -51,10 +51,17 @@ def _ignore(*_: object) -> None:
     """A handler in place of SIG_IGN, which children would inherit: nothing could end them."""
 
 
-def keep_private(end: socket.socket) -> None:
-    """Keeps a pipe from children: while one of them held it, the parent would not see its end."""
+def open_pipe(descriptor: int) -> socket.socket:
+    """Opens an inherited end of a pipe.
+
+    It is kept from children: while one of them held it, the parent would not see its end.
+    """
+    end = socket.socket(fileno=descriptor)
+    # A parent on green threads has made it non-blocking.
+    end.setblocking(True)
     end.set_inheritable(False)
     fork_gate.keep_private(end)
+    return end
 
 
 def end_process(*, has_app: bool) -> NoReturn:

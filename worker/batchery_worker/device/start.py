@@ -1,6 +1,7 @@
 """The start of a device process: its app, and its hardware."""
 
 import importlib
+import logging
 import sys
 from importlib.util import find_spec
 from typing import cast
@@ -8,10 +9,24 @@ from typing import cast
 from celery import Celery
 
 from batchery.device_names import device_type, main_device
-from batchery.errors import AppNotImportable
+from batchery.errors import AppNotImportable, BatcheryError
 from batchery.task import BatchTask
-from batchery_worker.ipc.messages import Setup
+from batchery_worker.ipc.messages import NotReady, Setup
 from batchery_worker.memory import Memory
+
+logger = logging.getLogger("batchery.device")
+
+
+def refuse_start(error: Exception, what: str) -> NotReady:
+    """What the worker is told where a process cannot start: one line.
+
+    Args:
+        error: Why.
+        what: What is named with an error that is none of ours.
+    """
+    logger.debug("start failed", exc_info=error)
+    is_ours = isinstance(error, BatcheryError)
+    return NotReady(str(error) if is_ours else f"{what}: {type(error).__name__}: {error}")
 
 
 def check_device(device: str) -> None:

@@ -2,8 +2,8 @@
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
 they run in halves of their batch, then alone; alone, a job with several items runs them one by one.
-An item that kills twice then fails, and is not run again. Any other job that kills twice while it is
-alone becomes a dead letter.
+An item that kills twice then fails, and is not run again. Any other job that kills twice while it
+is alone becomes a dead letter.
 """
 
 import logging

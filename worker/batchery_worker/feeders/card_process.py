@@ -4,7 +4,6 @@ It knows neither Redis nor jobs. What several feeders ask for runs in the same f
 is urgent between two of them. Where it dies, each feeder knows what had begun.
 """
 
-import logging
 import os
 import pickle
 import select
@@ -12,7 +11,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,15 +21,14 @@ from typing import Any
 import numpy as np
 
 from batchery import errors
-from batchery.errors import BatcheryError, ModelLoadError
+from batchery.errors import ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
-from batchery_worker.device.start import check_device, find_memory
+from batchery_worker.device.lifetime import end_process, leave_signals_to_parent, open_pipe
+from batchery_worker.device.start import check_device, find_memory, refuse_start
 from batchery_worker.feeders.memory import Computed, Hello, Request, SharedRows
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs
 from batchery_worker.ipc.messages import (
-    NotReady,
     Ready,
     Reply,
     Setup,
@@ -44,8 +42,6 @@ from batchery_worker.plain_values import Vector
 from batchery_worker.serving.loading import serve_model
 from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
-
-logger = logging.getLogger("batchery.device")
 
 #: How many times the tokens of a pass are taken together: texts of like lengths share a pass.
 PASSES = 2
@@ -88,7 +84,8 @@ class Asked:
     def about(self) -> tuple[Any, ...]:
         """What must be the same of requests that run together."""
         request = self.request
-        return request.limits, request.keywords, request.is_urgent
+        limits = request.max_batch_size, request.max_batch_tokens
+        return limits, request.keywords, request.is_urgent
 
 
 class Group:
@@ -104,8 +101,8 @@ class Group:
             task=task,
             keywords=request.keywords,
             jobs=(),
-            max_batch_size=request.limits.max_batch_size,
-            max_batch_tokens=request.limits.max_batch_tokens,
+            max_batch_size=request.max_batch_size,
+            max_batch_tokens=request.max_batch_tokens,
             urgent=request.is_urgent,
         )
 
@@ -172,9 +169,9 @@ class CardProcess:
         check_device(setup.device)
         self._memory = find_memory(setup.device, setup.memory_fraction)
         model = EmbeddingModel(settings)
-        make: Callable[[], Any] = lambda: model  # noqa: E731 - as `serve_model` takes it
-        self._served = serve_model(self._task, make, setup.device, self._memory, gives_json=False)
         model.give_rows()
+        place = setup.device, self._memory
+        self._served = serve_model(self._task, lambda: model, *place, gives_json=False)
         try:
             items = model.describe()
         except ValueError as error:
@@ -342,10 +339,7 @@ def main(descriptor: int, log_descriptor: int, listening: int) -> None:
         listening: Where feeders connect.
     """
     leave_signals_to_parent()
-    end, log = socket.socket(fileno=descriptor), socket.socket(fileno=log_descriptor)
-    for each in (end, log):
-        each.setblocking(True)
-        keep_private(each)
+    end, log = open_pipe(descriptor), open_pipe(log_descriptor)
     try:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
@@ -355,10 +349,8 @@ def main(descriptor: int, log_descriptor: int, listening: int) -> None:
     card = CardProcess(end, socket.socket(fileno=listening))
     try:
         reply: Reply = card.start(setup)
-    except Exception as error:
-        logger.debug("start failed", exc_info=True)
-        known = isinstance(error, BatcheryError)
-        reply = NotReady(str(error) if known else f"{setup.name}: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - the code of any model
+        reply = refuse_start(error, setup.name)
     write_frame(end, dump_reply(reply))
     if isinstance(reply, Ready):
         card.run()

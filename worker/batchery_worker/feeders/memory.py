@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from batchery_worker.ipc.framing import read_frame
 from batchery_worker.models.text_items import ItemsSetup
 
 #: Parts of the memory: for the pass that runs, the one behind it, and an urgent one.
@@ -39,25 +38,15 @@ class Hello(NamedTuple):
         """For how many tokens a slot has room."""
         return max(MIN_TOKENS, self.items.max_length or 0)
 
-    @property
-    def max_text_tokens(self) -> int:
-        """Maximum length of a text in tokens."""
-        return self.items.max_length or MIN_TOKENS
-
-
-class Limits(NamedTuple):
-    """Those of the forward passes of a request, as of a `Work`."""
-
-    max_batch_size: int
-    max_batch_tokens: int | None
-
 
 class Request(NamedTuple):
     """What the process of the card is to compute: the texts of a slot."""
 
     slot: int
     texts: int
-    limits: Limits
+    #: Limits of the forward passes, as of a `Work`.
+    max_batch_size: int
+    max_batch_tokens: int | None
     keywords: Mapping[str, Any]
     is_urgent: bool = False
     #: Whether no other texts may be on the card meanwhile.
@@ -65,8 +54,8 @@ class Request(NamedTuple):
 
     def dump(self) -> bytes:
         """The frame of it."""
-        size, tokens = self.limits
-        head = (self.slot, self.texts, size, tokens or 0, self.is_urgent, self.is_alone)
+        limits = self.max_batch_size, self.max_batch_tokens or 0
+        head = (self.slot, self.texts, *limits, self.is_urgent, self.is_alone)
         return _REQUEST.pack(*head) + dumps({**self.keywords})
 
     @classmethod
@@ -74,7 +63,7 @@ class Request(NamedTuple):
         """Reads a frame."""
         slot, texts, size, tokens, *flags = _REQUEST.unpack_from(frame)
         keywords = loads(frame[_REQUEST.size :])
-        return cls(slot, texts, Limits(size, tokens or None), keywords, *flags)
+        return cls(slot, texts, size, tokens or None, keywords, *flags)
 
 
 class Computed(NamedTuple):
@@ -160,12 +149,3 @@ def _shapes(hello: Hello) -> list[tuple[tuple[int, ...], type]]:
 
 def _count_bytes(hello: Hello) -> int:
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in _shapes(hello))
-
-
-def read_computed(end: socket.socket) -> Computed:
-    """Reads an answer, blocking.
-
-    Raises:
-        EOFError: The process of the card is gone.
-    """
-    return Computed.load(read_frame(end))

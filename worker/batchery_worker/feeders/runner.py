@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -26,10 +26,8 @@ from batchery_worker.feeders.memory import (
     SLOTS,
     Computed,
     Hello,
-    Limits,
     Request,
     SharedRows,
-    read_computed,
 )
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.models.text_items import EmbeddingItems
@@ -39,9 +37,6 @@ logger = logging.getLogger("batchery.device")
 
 #: How often a feeder that waits for the card looks whether an urgent batch has come.
 LOOK_MS = 2.0
-
-#: Exit code of a feeder whose card has no process any more.
-EX_UNAVAILABLE = 69
 
 
 @dataclass(slots=True, eq=False)
@@ -132,13 +127,12 @@ class FeederRunner:
             parts.sent.popleft()
             if answer is None:
                 late = Failed(SoftTimeLimitExceeded(batch.work.soft_time_limit_s))
-                outcomes = [late if at in part.places else each for at, each in enumerate(outcomes)]
-                continue
-            results = self._read(part, parts, answer, batch.work)
+                results: Sequence[Any] = [late] * len(part.places)
+            else:
+                results = self._read(part, parts, answer, batch.work)
+                batch.computed_tokens += answer.tokens
             for place, outcome in zip(part.places, results, strict=True):
                 outcomes[place] = outcome
-            batch.computed_tokens += answer.tokens
-            self._free.append(answer.slot)
         del self._batches[batch]
         batch.tokens += sum(each.shape[1] for each in items if not isinstance(each, Failed))
         return outcomes
@@ -171,10 +165,17 @@ class FeederRunner:
             np.concatenate(texts, axis=1, out=memory.rows[slot, :, :tokens], casting="same_kind")
             np.cumsum(lengths, out=memory.ends[slot, 1 : len(texts) + 1])
             memory.begun[slot] = 0
-            limits = Limits(work.max_batch_size, work.max_batch_tokens)
-            # Of suspects all are: what else is on the card must not be blamed with them.
-            about = work.keywords, work.urgent, batch.formed.jobs[0].recovered
-            self._tell(Request(slot, len(texts), limits, *about))
+            request = Request(
+                slot=slot,
+                texts=len(texts),
+                max_batch_size=work.max_batch_size,
+                max_batch_tokens=work.max_batch_tokens,
+                keywords=work.keywords,
+                is_urgent=work.urgent,
+                # Of suspects all are: what else is on the card must not be blamed with them.
+                is_alone=batch.formed.jobs[0].recovered,
+            )
+            self._tell(request)
 
     def _tell(self, request: Request) -> None:
         try:
@@ -200,7 +201,7 @@ class FeederRunner:
     def _read_answer(self) -> None:
         """Reads what the card says next, of whichever part."""
         try:
-            answer = read_computed(self._end)
+            answer = Computed.load(read_frame(self._end))
         except (EOFError, OSError):
             wait_for_end()
         part = self._sent.pop(answer.slot)
@@ -208,15 +209,18 @@ class FeederRunner:
         if part.is_late:
             self._free.append(answer.slot)
 
-    def _read(self, part: Part, parts: Parts, answer: Computed, work: Work) -> Iterator[Any]:
-        """The results of a part."""
+    def _read(self, part: Part, parts: Parts, answer: Computed, work: Work) -> list[Any]:
+        """The results of a part, whose slot is free then."""
         there = self._memory.vectors[answer.slot, : len(part.places), : answer.dimensions]
         # They are written as JSON later, when others have the slot.
         vectors = there.copy()
+        self._free.append(answer.slot)
         heads = [self._items.head(parts.items[place]) for place in part.places]
         failed = {place: getattr(errors, name)(text) for place, name, text in answer.failures}
-        for place, result in enumerate(self._items.write(heads, vectors, work.keywords)):
-            yield Failed(failed[place]) if place in failed else result
+        return [
+            Failed(failed[place]) if place in failed else result
+            for place, result in enumerate(self._items.write(heads, vectors, work.keywords))
+        ]
 
     def _watch(self) -> None:
         """Ends this process with that of the card; gives back first what had not begun there."""
@@ -229,7 +233,7 @@ class FeederRunner:
                 with suppress(Exception):
                     self._context.give_back(batch)
         logger.error("the process of %s has ended, and this one with it", self._context.setup.card)
-        os._exit(EX_UNAVAILABLE)
+        os._exit(os.EX_UNAVAILABLE)
 
 
 def wait_for_end() -> NoReturn:

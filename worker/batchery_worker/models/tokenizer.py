@@ -81,6 +81,21 @@ PROBES = (
 )
 
 
+def set_limit(library: Tokenizer, max_length: int | None, side: str) -> None:
+    """Has a tokenizer cut texts on a side, without padding.
+
+    Args:
+        library: The tokenizer.
+        max_length: Maximum length in tokens; None leaves texts whole.
+        side: Where they lose tokens: `left` or `right`.
+    """
+    library.no_padding()
+    if max_length is None:
+        library.no_truncation()
+    else:
+        library.enable_truncation(max_length, strategy=LONGEST, direction=side)
+
+
 class LibraryTokenizer:
     """A tokenizer of the library alone, which is called as one of transformers."""
 
@@ -106,13 +121,7 @@ class LibraryTokenizer:
     ) -> dict[str, list[list[int]]]:
         """Tokenizes texts, or pairs of them, without padding; a column has a list per text."""
         library = self.backend_tokenizer
-        library.no_padding()
-        if truncation:
-            side = self.truncation_side
-            limit = max_length or 0
-            library.enable_truncation(limit, strategy=truncation, direction=side)
-        else:
-            library.no_truncation()
+        set_limit(library, max_length if truncation else None, self.truncation_side)
         inputs: Any = texts if pairs is None else [*zip(texts, pairs, strict=True)]
         encodings = library.encode_batch(inputs, add_special_tokens=add_special_tokens)
         return {
@@ -291,11 +300,7 @@ class TextTokenizer:
 
     def _encode(self, library: Any, texts: Sequence[Any], cut: Cut) -> tuple[Columns, IsCut]:
         # Other calls of the tokenizer leave their own limits behind.
-        library.no_padding()
-        if cut.truncate and cut.max_length is not None:
-            library.enable_truncation(cut.max_length, strategy=LONGEST, direction=cut.side)
-        else:
-            library.no_truncation()
+        set_limit(library, cut.max_length if cut.truncate else None, cut.side)
         encodings = library.encode_batch_fast(texts)
         columns = [[getattr(each, ATTRIBUTES[name]) for each in encodings] for name in self.names]
         return columns, lambda place: bool(encodings[place].overflowing)

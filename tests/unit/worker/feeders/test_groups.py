@@ -8,10 +8,8 @@ import pytest
 
 from batchery import Failed
 from batchery_worker.feeders.card_process import Asked, Feeder, take_group
-from batchery_worker.feeders.memory import MAX_TEXTS, Limits, Request, SharedRows
+from batchery_worker.feeders.memory import MAX_TEXTS, Request, SharedRows
 from batchery_worker.feeders.runner import cut_parts
-
-LIMITS = Limits(64, None)
 
 
 class Ends:
@@ -24,7 +22,7 @@ class Ends:
 def ask(
     tokens: int = 10, keywords: Any = None, *, urgent: bool = False, alone: bool = False
 ) -> Asked:
-    request = Request(0, 1, LIMITS, keywords or {}, urgent, alone)
+    request = Request(0, 1, 64, None, keywords or {}, urgent, alone)
     return Asked(cast(Feeder, None), cast(SharedRows, Ends(tokens)), request, ())
 
 
