@@ -125,14 +125,14 @@ class WholeSystem:
             results=found,
         )
 
-    def publish(self, queue: str, texts: Sequence[str]) -> list[str]:
+    def publish(self, queue: str, texts: Sequence[str], priority: int = 0) -> list[str]:
         """Sends jobs into a queue; returns their ids."""
         count = self._items
         items = [texts[start : start + count] for start in range(0, len(texts), count)]
         ids = [str(uuid.uuid4()) for _ in items]
         task = queue if queue in self._queues else "embed"
         # A client that wants a result subscribes for it, which costs more than the job.
-        options: Any = {"ignore_result": True}
+        options: Any = {"ignore_result": True, "priority": priority}
         with self.app.producer_pool.acquire() as producer:
             for task_id, part in zip(ids, items, strict=True):
                 header = {"batchery": {"v": 1, "n": len(part)}} if count > 1 else {}

@@ -46,6 +46,27 @@ def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
     assert order.index("tenant") <= 1 + 4 * BATCH
 
 
+def test_each_batch_has_jobs_of_all_classes_by_their_shares(
+    start_worker: StartWorker, client: Celery, tmp_path: Path
+) -> None:
+    path = tmp_path / "computed"
+    # Of long batches a device takes what comes next only near their end.
+    keywords = {"path": str(path), "pause_s": 0.25}
+    jobs = [
+        client.send_task(name, [text], keywords, priority=priority, queue=name)
+        for name in [tally.tally.name]
+        for _ in range(4 * BATCH)
+        for text, priority in (("high", 0), ("normal", 3), ("low", 9))
+    ]
+    start_worker("apps.tally")
+    for job in jobs:
+        job.get(timeout=TIMEOUT_S)
+    order = path.read_text().splitlines()
+    batches = [order[start : start + BATCH] for start in range(0, 7 * BATCH, BATCH)]
+    # Half of it for half of the shares.
+    assert all(abs(batch.count("high") - BATCH / 2) <= BATCH / 8 for batch in batches)
+
+
 def test_late_job_is_shed_before_it_costs_anything(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:

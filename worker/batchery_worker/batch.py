@@ -80,6 +80,8 @@ class DeviceBatch:
     #: One outcome per item, once it is computed.
     outcomes: Sequence[Any] = ()
     forward_ms: float = 0.0
+    #: How long the process of its card computed for it; 0 where this one computes.
+    computed_ms: float = 0.0
     #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
     tokens: int = 0
     computed_tokens: int = 0

@@ -164,7 +164,7 @@ class Feed:
         self._wants_driver = False
         self._go = threading.Event()
         self._busy_since_s: float | None = None
-        #: Whether a batch has ended since Redis was asked: jobs may have come while it ran.
+        #: Whether a batch has left or ended since Redis was asked.
         self._is_behind = False
         #: Whether something has happened since the next batch was asked for; and when to ask for it
         #: although nothing has, on the clock of `time.monotonic`.
@@ -365,8 +365,9 @@ class Feed:
             return None
         is_there = not self.is_stopping and source.connect()
         with self.lock:
-            self._is_behind = False
             is_asked = is_there and not self.is_stopping and source.ask()
+            # Of a long batch nothing is wanted before it is near its end.
+            self._is_behind = self._is_behind and not (is_asked or asks_first)
         if is_asked:
             if answer := source.read():
                 with self.lock:
@@ -385,6 +386,7 @@ class Feed:
         self._has_news = False
         batch = self.dispatcher.next()
         self._due_s = self.dispatcher.find_due_s() if batch is None else 0.0
+        self._is_behind = self._is_behind or batch is not None
         if batch is not None and self.dispatcher.is_low and not self.is_stopping:
             self.source.ask_ahead()
         return batch
@@ -394,10 +396,15 @@ class Feed:
         """Whether what waits may grow by what is in Redis, before it is the next batch.
 
         Nothing is taken while a short batch runs. What was left over from the fetch before it would
-        go alone, and what has come meanwhile would wait behind.
+        go alone, and what has come meanwhile would wait behind. And a class of which more waits in
+        Redis must not be out of the batch because none is left here: it would lose its share.
         """
-        is_behind = self._is_behind and self.dispatcher.holds_part
-        return is_behind and self.source.is_connected and not self.is_stopping
+        if not self._is_behind or self.is_stopping or not self.source.is_connected:
+            return False
+        return self.dispatcher.holds_part or any(
+            self.dispatcher.is_short_of(self._jobs.sizes[part.queue], part.level)
+            for part in self.source.rich_parts
+        )
 
     @property
     def _is_due(self) -> bool:

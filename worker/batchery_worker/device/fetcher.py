@@ -8,6 +8,7 @@ a job at once, is entered in Redis as waiting. While it is there, others give ba
 import json
 import logging
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -84,6 +85,8 @@ class Fetcher:
         #: Keys that the last fetch asked, in order, and its words.
         self.keys: tuple[str, ...] = ()
         self._commands = b""
+        #: For each of these keys the number of its group in `FetchRequest.limits`, from 1.
+        self._groups: Sequence[int] = ()
         #: Whether this device is entered in Redis as waiting.
         self.is_entered = False
         #: Whether the last fetch left its queues empty; then Redis tells when one of them changes.
@@ -91,6 +94,8 @@ class Fetcher:
         #: Whether the last fetch brought as much as it wanted of one class, or more; then there is
         #: probably more.
         self.brought_much = False
+        #: Parts that have brought all that was wanted of them: there is probably more.
+        self.rich_parts = set[Part]()
 
     @property
     def watches(self) -> bool:
@@ -131,14 +136,14 @@ class Fetcher:
         # An idle device asks the same again and again.
         if asked != self._asked:
             self._asked = asked
-            self.keys, self._commands = self._encode(asked)
+            self.keys, self._groups, self._commands = self._encode(asked)
         self._store.flush()
         self._asked_s = perf_counter()
         connection.send_packed_command((self._commands,))
         return True
 
-    def _encode(self, asked: FetchRequest) -> tuple[tuple[str, ...], bytes]:
-        """The keys of the lists that are asked, and the commands."""
+    def _encode(self, asked: FetchRequest) -> tuple[tuple[str, ...], Sequence[int], bytes]:
+        """The keys of the lists that are asked, the group of each, and the commands."""
         channel, key_of = self._channel, self._store.keys.queue
         groups = {part: at for at, (parts, _) in enumerate(asked.limits, 1) for part in parts}
         queues = dict.fromkeys(part.queue for part in groups)
@@ -152,6 +157,7 @@ class Fetcher:
             *(own[0] for own, _ in lists),
             *(key for own, _ in lists for key in own[1:]),
         )
+        of_tenants = [group for own, group in lists for _ in own[1:]]
         fixed = self._own_keys(asked.holder)
         # By the keys of their first steps, by which others know the queues of what they hold.
         first = next(iter(self._levels))
@@ -166,7 +172,7 @@ class Fetcher:
         )
         # Both in one round trip: a lonely job's device waits again before the job has begun.
         watching = (("CLIENT", "CACHING", "YES"), ("EXISTS", *names)) if asked.watches else ()
-        return names, packed(script, *watching)
+        return names, [*(group for _, group in lists), *of_tenants], packed(script, *watching)
 
     def read(self, connection: Any) -> Any:
         """Reads the script's answer: messages, an empty list, or None if this device is fenced.
@@ -187,6 +193,7 @@ class Fetcher:
         took = self._store.scripts.times["fetch"]
         took.calls += 1
         took.seconds += perf_counter() - self._asked_s
+        self._note_rich(asked, answer or ())
         self.is_entered = answer == [] and asked.free > 0
         self.brought_much = len(answer or ()) // 2 - 1 >= min(limit for _, limit in asked.limits)
         self.took_all = asked.watches and _is_watched(connection)
@@ -195,6 +202,15 @@ class Fetcher:
                 self._log_wrong_types(asked.holder, refusal)
             raise refusal
         return answer
+
+    def _note_rich(self, asked: FetchRequest, answer: Sequence[Any]) -> None:
+        """Notes of each part that was asked whether there is probably more."""
+        brought = Counter(map(self._groups.__getitem__, answer[2::2]))
+        for group, (parts, limit) in enumerate(asked.limits, 1):
+            if brought[group] >= limit:
+                self.rich_parts.update(parts)
+            else:
+                self.rich_parts.difference_update(parts)
 
     def _log_wrong_types(self, holder: str, refusal: redis.ResponseError) -> None:
         """Names the keys that something else has written: Redis does not say which ones."""

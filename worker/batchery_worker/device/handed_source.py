@@ -40,6 +40,7 @@ class HandedSource:
     is_connected = True
     may_have_more = False
     names: Sequence[str] = ()
+    rich_parts: Collection[Any] = ()
     workload: Any = None
 
     def __init__(self, tell: Callable[[Reply], None], deliver: Callable[[Any], None]) -> None:

@@ -26,7 +26,7 @@ from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import find_own, split_list
 from batchery_worker.brokers import list_brokers, open_channel
 from batchery_worker.consumer import OutageLog
-from batchery_worker.device.fetcher import Fetcher, Workload
+from batchery_worker.device.fetcher import Fetcher, Part, Workload
 from batchery_worker.device.inbox import Inbox, Taken
 from batchery_worker.device.stock_consumer import LeaseChannel
 
@@ -344,6 +344,11 @@ class RedisSource:
         self._fruitless = fetcher.watches and not answer and not took_all
         self.may_have_more = not took_all and not (was_fruitless and not answer)
         return answer
+
+    @property
+    def rich_parts(self) -> Collection[Part]:
+        """Queues and classes of which there is probably more in Redis."""
+        return () if self._place is None else self._place.fetcher.rich_parts
 
     @property
     def keys(self) -> tuple[str, ...]:

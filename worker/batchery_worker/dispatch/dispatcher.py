@@ -222,6 +222,17 @@ class Dispatcher:
         count = self._scheduler.count
         return max(0, sum(batches * size - count(task, name) for task, size in sizes.items()))
 
+    def is_short_of(self, sizes: Mapping[str, int], level: int) -> bool:
+        """Whether jobs of a class are wanted, as too few are here for a batch of them alone.
+
+        Args:
+            sizes: As of `count_wanted`.
+            level: First priority of the class.
+        """
+        name, count = self._settings.find_class(level), self._scheduler.count
+        has_few = any(count(task, name) < size for task, size in sizes.items())
+        return has_few and self.count_wanted(sizes, level) > 0
+
     def find_oldest_s(self) -> float | None:
         """When the oldest job came that cannot begin now; None if there is none."""
         may_begin = not self._is_blocked and (self.held.free_slots or not self.held.batches)
@@ -533,7 +544,8 @@ class Dispatcher:
         self.held.remove(batch)
         self._unsettled += 1
         formed, task, run_s = batch.formed, batch.work.task, batch.forward_ms / 1e3
-        self._scheduler.ended(formed, run_s, batch.load_s)
+        # The card computes for others, too, who pay for that.
+        self._scheduler.ended(formed, batch.computed_ms / 1e3 or run_s, batch.load_s)
         self._times.ran(task, formed.items, run_s, batch.prepare_ms / 1e3)
         self._check_target(task, formed.jobs[0].limits.target_s)
 

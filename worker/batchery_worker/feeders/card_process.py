@@ -150,6 +150,8 @@ class CardProcess:
         self._next: Group | None = None
         self._is_stopping = False
         self._told_s = 0.0
+        #: For how long it has computed, in seconds.
+        self._computed_s = 0.0
         self._task: str
         self._hello: Hello
         self._memory: Memory
@@ -263,16 +265,20 @@ class CardProcess:
     def _compute(self, group: Group) -> None:
         """Runs the passes of a group, and answers."""
         is_single = group.is_alone or group.is_urgent
+        began_s, computed_s = monotonic(), self._computed_s
         outcomes, tokens, computed_tokens = self._served.compute(
             *(group.items, group.work, nullcontext),
             (lambda: None) if is_single else self._start_ahead,
             (lambda: None) if is_single else self._run_urgent,
         )
+        # But for what was urgent in between.
+        took_s = monotonic() - began_s - (self._computed_s - computed_s)
+        self._computed_s += took_s
         place = 0
         for each in group.asked:
-            count = each.request.texts
-            share = computed_tokens * each.tokens // max(1, tokens)
-            self._answer(each, outcomes[place : place + count], share)
+            count, share = each.request.texts, each.tokens / max(1, tokens)
+            taken = int(computed_tokens * share), took_s * share * 1e3
+            self._answer(each, outcomes[place : place + count], *taken)
             place += count
         if monotonic() - self._told_s > TELL_S:
             self._told_s = monotonic()
@@ -295,7 +301,7 @@ class CardProcess:
         while any(each.request.is_urgent for each in self._waiting):
             self._compute(self._take())
 
-    def _answer(self, asked: Asked, outcomes: Sequence[Any], tokens: int) -> None:
+    def _answer(self, asked: Asked, outcomes: Sequence[Any], tokens: int, took_ms: float) -> None:
         vectors, slot = asked.memory.vectors, asked.request.slot
         failures = [
             (place, *describe_failure(outcome))
@@ -309,7 +315,8 @@ class CardProcess:
                 vectors[slot, place, :dimensions] = outcome.row
         # A feeder that is gone is dropped where it is read from.
         with suppress(OSError):
-            write_frame(asked.feeder.end, Computed(slot, dimensions, tokens, failures).dump())
+            answer = Computed(slot, dimensions, tokens, took_ms, failures)
+            write_frame(asked.feeder.end, answer.dump())
 
     # What the worker is told
 

@@ -22,7 +22,7 @@ SLOTS = 3
 #: Minimum number of tokens for which a slot has room, and maximum number of its texts.
 MIN_TOKENS, MAX_TEXTS = 65_536, 4096
 
-_REQUEST, _REPLY = struct.Struct("<4I2?"), struct.Struct("<3I")
+_REQUEST, _REPLY = struct.Struct("<4I2?"), struct.Struct("<3If")
 
 
 class Hello(NamedTuple):
@@ -74,19 +74,21 @@ class Computed(NamedTuple):
     dimensions: int
     #: Tokens that were computed for it, with padding.
     tokens: int
+    #: How long the card has computed for it, in milliseconds.
+    took_ms: float
     #: Place of each text that failed, the name of its error in `batchery.errors`, and the text.
     failures: Sequence[tuple[int, str, str]] = ()
 
     def dump(self) -> bytes:
         """The frame of it."""
-        head = (self.slot, self.dimensions, self.tokens)
+        head = (self.slot, self.dimensions, self.tokens, self.took_ms)
         return _REPLY.pack(*head) + dumps([*self.failures])
 
     @classmethod
     def load(cls, frame: bytes) -> Self:
         """Reads a frame."""
-        slot, dimensions, tokens = _REPLY.unpack_from(frame)
-        return cls(slot, dimensions, tokens, loads(frame[_REPLY.size :]))
+        slot, dimensions, tokens, took_ms = _REPLY.unpack_from(frame)
+        return cls(slot, dimensions, tokens, took_ms, loads(frame[_REPLY.size :]))
 
 
 class SharedRows:

@@ -131,6 +131,7 @@ class FeederRunner:
             else:
                 results = self._read(part, parts, answer, batch.work)
                 batch.computed_tokens += answer.tokens
+                batch.computed_ms += answer.took_ms
             for place, outcome in zip(part.places, results, strict=True):
                 outcomes[place] = outcome
         del self._batches[batch]
