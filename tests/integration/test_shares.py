@@ -121,6 +121,27 @@ def test_live_job_goes_between_two_calls_for_a_job_with_many_items(
     assert order.index("behind") == 3 * BATCH + 1
 
 
+def test_a_device_takes_messages_with_many_items_as_it_takes_items(
+    start_worker: StartWorker, client: Celery, store: Any, tmp_path: Path
+) -> None:
+    start_worker("apps.tally")
+    path, gate, name = tmp_path / "computed", tmp_path / "go", tally.tally.name
+
+    def send(queue: str, *items: str) -> Any:
+        headers = {"batchery": {"v": 1, "n": BATCH}}
+        return client.send_task(name, [items], {"path": str(path)}, queue=queue, headers=headers)
+
+    send(name, *["first"] * BATCH).get(timeout=TIMEOUT_S)
+    jobs = [send("staged", str(gate), *["more"] * (BATCH - 1)) for _ in range(BATCH)]
+    # All come at once.
+    store.rename("staged", name)
+    wait_for(lambda: str(gate) in path.read_text(), "a batch runs")
+    assert store.llen(name) >= BATCH / 2
+    gate.touch()
+    for job in jobs:
+        job.get(timeout=TIMEOUT_S)
+
+
 def test_the_client_names_a_tenant_and_a_wrong_name_fails_at_once(redis_url: str) -> None:
     with Client(redis_url) as client:
         task = client.task("embed", tenant="acme", headers={"mine": 1})

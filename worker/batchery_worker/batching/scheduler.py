@@ -107,14 +107,18 @@ class Scheduler(Generic[T]):
         """Every job that could as well wait elsewhere: suspects could not."""
         return [job for waiting in self._queues.values() for job in waiting]
 
-    def count(self, task: str, priority_class: str) -> int:
-        """How many jobs of a task and class wait that could share a batch: those of one key."""
+    def count_items(self, task: str, priority_class: str) -> int:
+        """How many items of a task and class wait that could share a batch: those of one key."""
         own = [
-            [each for each in waiting.flows.values() if each.lane.priority_class == priority_class]
+            [
+                flow.items
+                for flow in waiting.flows.values()
+                if flow.lane.priority_class == priority_class
+            ]
             for waiting in self._queues.values()
             if waiting.key.task == task
         ]
-        return max((sum(map(len, flows)) for flows in own), default=0)
+        return max(map(sum, own), default=0)
 
     def goes_before(self, priority_class: str, behind: Sequence[Batch[T]]) -> bool:
         """Whether jobs of a class may go before batches that run, as `urgent_batch` sees it."""

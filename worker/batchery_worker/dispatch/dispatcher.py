@@ -10,7 +10,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
+from statistics import fmean
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
@@ -117,6 +118,8 @@ class Dispatcher:
         self._recycling = RecyclingLimits(*limits) if any(limits) else None
         self._batch_ids = itertools.count(1)
         self._cancels: deque[Cancel] = deque()
+        #: Mean items of the jobs of each task and class, in their last batch.
+        self._job_items: dict[tuple[str, str], float] = {}
         #: Number of batches that were computed, and are not settled.
         self._unsettled = 0
         #: Whether nothing more is begun.
@@ -208,10 +211,9 @@ class Dispatcher:
         """
         if self._is_over or self._is_blocked:
             return 0
-        held = self.held
+        held, name = self.held, self._settings.find_class(level)
         if not (held.slots or held.batches or self._scheduler.holds_any):
-            return sum(sizes.values())
-        name = self._settings.find_class(level)
+            return sum(self._count_jobs_of(task, name, size) for task, size in sizes.items())
         if held.slots:
             batches = held.free_slots or self._count_turns(name)
         elif self._wants_batch(monotonic()) or self._wants_urgent(name):
@@ -219,8 +221,21 @@ class Dispatcher:
             batches = 1 + AHEAD_BATCHES * bool(is_ahead)
         else:
             return 0
-        count = self._scheduler.count
-        return max(0, sum(batches * size - count(task, name) for task, size in sizes.items()))
+        count = self._scheduler.count_items
+        wanted = {task: batches * size - count(task, name) for task, size in sizes.items()}
+        return max(0, sum(self._count_jobs_of(task, name, each) for task, each in wanted.items()))
+
+    def _count_jobs_of(self, task: str, name: str, items: int) -> int:
+        """How many jobs of a task and class have so many items, if they are as large as of late."""
+        return ceil(items / self._job_items.get((task, name), 1.0))
+
+    def _note_sizes(self, formed: Batch[TaskCall]) -> None:
+        """Notes how many items the jobs of each class have, of a batch that leaves."""
+        if formed.items == len(formed.jobs) and not self._job_items:
+            return
+        for name in {job.lane.priority_class for job in formed.jobs}:
+            items = [job.items for job in formed.jobs if job.lane.priority_class == name]
+            self._job_items[formed.jobs[0].key.task, name] = fmean(items)
 
     def is_short_of(self, sizes: Mapping[str, int], level: int) -> bool:
         """Whether jobs of a class are wanted, as too few are here for a batch of them alone.
@@ -229,7 +244,7 @@ class Dispatcher:
             sizes: As of `count_wanted`.
             level: First priority of the class.
         """
-        name, count = self._settings.find_class(level), self._scheduler.count
+        name, count = self._settings.find_class(level), self._scheduler.count_items
         has_few = any(count(task, name) < size for task, size in sizes.items())
         return has_few and self.count_wanted(sizes, level) > 0
 
@@ -408,6 +423,7 @@ class Dispatcher:
     def _send(self, turn: Turn) -> DeviceBatch | None:
         """Makes a batch for the device; None if nobody wants one of its jobs any more."""
         formed = turn.formed
+        self._note_sizes(formed)
         jobs = tuple(job for job in formed.jobs if self._may_begin(job.payload))
         task = cast(BatchTask, self._app.tasks[formed.jobs[0].key.task])
         if jobs and listens_before(task):

@@ -497,16 +497,16 @@ def test_time_that_a_device_is_busy_counts_for_the_batch_behind() -> None:
     assert len(late(scheduler, 0.0)) == 4
 
 
-def test_jobs_that_could_share_a_batch_are_counted_by_class() -> None:
+def test_items_that_could_share_a_batch_are_counted_by_class() -> None:
     scheduler: Scheduler[None] = Scheduler(SHARES)
     for number, (key, lane) in enumerate(
         [(0, 0), (0, 1), (0, 2), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 1), (2, 1)]
     ):
         scheduler.admit(replace(job(number, KEYS[key]), lane=LANES[lane]))
-    assert scheduler.count("shout", "low") == 3
-    assert scheduler.count("shout", "high") == 1
-    assert scheduler.count("embed", "low") == 4
-    assert scheduler.count("embed", "high") == scheduler.count("unknown", "low") == 0
+    assert scheduler.count_items("shout", "low") == 3
+    assert scheduler.count_items("shout", "high") == 1
+    assert scheduler.count_items("embed", "low") == 4
+    assert scheduler.count_items("embed", "high") == scheduler.count_items("unknown", "low") == 0
 
 
 def test_a_higher_class_may_go_before_batches_that_no_suspect_is_in() -> None:
