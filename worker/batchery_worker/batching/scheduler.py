@@ -16,7 +16,7 @@ The rules, in the order in which they are asked:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -47,6 +47,7 @@ class Scheduler(Generic[T]):
         *,
         sheds_late: bool = False,
         in_slots: bool = False,
+        sharers: int = 1,
     ) -> None:
         """Holds no jobs.
 
@@ -57,7 +58,9 @@ class Scheduler(Generic[T]):
             sheds_late: Whether jobs that cannot make their deadline are given up, as `take_late`
                 says.
             in_slots: Whether jobs run in slots of the device; each job is a batch.
+            sharers: How many devices take turns on the card, with this one.
         """
+        self._sharers = sharers
         self._in_slots = in_slots
         self.costs = costs or TaskCosts()
         self._shares = Shares(shares, self.costs, in_slots=in_slots)
@@ -362,8 +365,11 @@ class Scheduler(Generic[T]):
         target = self._targets.get(task)
         if target is None:
             target = self._targets[task] = LatencyTarget(limits)
-        others = self._shares.others(self._weigh(waiting))
-        return target.max_items(task, self.costs, others)
+        return target.max_items(task, self.costs, self._count_others(self._weigh(waiting)))
+
+    def _count_others(self, weight: float, names: Collection[str] = ()) -> float:
+        """How many batches of others come in between two of some flows; see `Shares.others`."""
+        return (1 + self._shares.others(weight, names)) * self._sharers - 1
 
     def take_late(self, now_s: float) -> list[Job[T]]:
         """Takes out the jobs that cannot make their deadline, if such jobs are to be given up.
@@ -458,7 +464,7 @@ class Scheduler(Generic[T]):
         if target is not None and run_s is not None:
             names = {charge.flow.lane.priority_class for charge in batch.charges}
             weight = sum([charge.weight for charge in batch.charges])
-            target.ended(batch.items, run_s, self._shares.others(weight, names))
+            target.ended(batch.items, run_s, self._count_others(weight, names))
 
     def wake_s(self) -> float | None:
         """When an idle device should ask again although nothing else happened; None for never."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from celery import Celery
 
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem
+from batchery.model_task import ModelTask
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport.dead_letters import find_queue
@@ -105,7 +106,10 @@ class Dispatcher:
         self.admission = Admission(settings)
         self.held = HeldBatches(setup.slots, resumes=resumes)
         self._scheduler: Scheduler[TaskCall] = Scheduler(
-            settings.shares, sheds_late=settings.shed_late, in_slots=bool(setup.slots)
+            settings.shares,
+            sheds_late=settings.shed_late,
+            in_slots=bool(setup.slots),
+            sharers=cast(ModelTask, app.tasks[setup.task]).feeders if setup.feeder else 1,
         )
         self._times = BatchTimes()
         self._eligibility = CommitEligibility(app)

@@ -68,15 +68,17 @@ def test_the_size_follows_what_happens_while_costs_are_unknown() -> None:
     assert target.max_items(TASK, costs, others=0) == 64
 
 
-def test_a_full_batch_is_one_of_the_size_that_the_target_allows() -> None:
-    scheduler: Scheduler[None] = Scheduler(costs=learnt())
+@pytest.mark.parametrize(("sharers", "items"), [(1, 39), (3, 18)])
+def test_a_full_batch_is_one_of_the_size_that_the_target_allows(sharers: int, items: int) -> None:
+    """With three devices on a card, a batch of each of the others comes in between."""
+    scheduler: Scheduler[None] = Scheduler(costs=learnt(), sharers=sharers)
     for number in range(100):
         scheduler.admit(Job(str(number), BatchKey(TASK), LIMITS, 1, 0.0, None))
     sizes = []
     # A busy device gets full batches only, and this is as full as they may be.
     while (batch := scheduler.next_batch(1, False, 0.0)) is not None:
         sizes.append(batch.items)
-    assert sizes == [pytest.approx(39, abs=1)] * 2
+    assert sizes == [pytest.approx(items, abs=1)] * (100 // items)
 
 
 def test_keywords_of_one_tenant_do_not_cut_the_batches_of_another() -> None:
