@@ -40,7 +40,7 @@ _MODULES = {
     "batchery.transport.dead_letters": "DeadLetter DeadLetters",
     "batchery_producer": """
         AsyncClient AsyncPieceStream AsyncTask Client Ending Outcome PieceStream
-        Publisher Snapshot SubmitOptions Summary TaskClient submit_file
+        Publisher Snapshot SubmitOptions Summary TaskClient put_media submit_file
     """,
     "batchery_worker.inprocess.batcher": "batched",
     "batchery_worker.inprocess.engine": "Engine",

@@ -58,6 +58,7 @@ from batchery_producer import (
     SubmitOptions,
     Summary,
     TaskClient,
+    put_media,
     submit_file,
 )
 from batchery_worker.inprocess.batcher import batched
@@ -127,6 +128,7 @@ __all__ = [
     "WrongLength",
     "batched",
     "install",
+    "put_media",
     "register",
     "submit_file",
     "to_numpy",
