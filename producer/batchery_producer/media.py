@@ -5,7 +5,6 @@ items need none, as they travel with their message.
 """
 
 import secrets
-from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +12,7 @@ import redis
 from celery import Celery
 
 from batchery.errors import BrokerRefused, GaveUp, InvalidItem, SettingsError
-from batchery.installation import get_installation
-from batchery.media_settings import MediaSettings
+from batchery.installation import get_media_settings
 from batchery.retry import REFUSAL_MEANINGS, find_refusal
 from batchery.transport.payloads import PREFIX, Payloads
 from batchery_producer.files.source import find_remote, naming_errors
@@ -55,7 +53,7 @@ def put_media(
     """
     if not isinstance(data, bytes | bytearray | memoryview) or not len(data):
         raise InvalidItem(f"data is {data!r:.40}; expected the bytes of a file, at least one")
-    if len(data) > (maximum := find_max_bytes(app)):
+    if len(data) > (maximum := get_media_settings(app).max_bytes):
         raise InvalidItem(f"data has {len(data)} bytes, more than media.max_bytes = {maximum}")
     if not 0.001 <= expires_s <= MAX_EXPIRES_S:
         raise InvalidItem(
@@ -79,13 +77,6 @@ def remove_media(app: Celery, reference: str) -> None:
         GaveUp: Redis does not answer.
     """
     _call(app, "unlink", reference.removeprefix(PREFIX))
-
-
-def find_max_bytes(app: Celery) -> int:
-    """The setting `media.max_bytes` of an app; the default if `install` never saw it."""
-    with suppress(SettingsError):
-        return get_installation(app).settings.media.max_bytes
-    return MediaSettings().max_bytes
 
 
 def _call(app: Celery, command: str, media_id: str, *arguments: Any, **options: Any) -> None:

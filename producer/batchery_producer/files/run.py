@@ -27,6 +27,7 @@ from batchery.errors import (
     QueueFull,
     SettingsError,
 )
+from batchery.installation import get_media_settings
 from batchery.results import to_numpy
 from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
 from batchery.transport.dead_letters import MAX_MESSAGE_BYTES, check_size
@@ -40,7 +41,6 @@ from batchery_producer.files.json_lines import orjson
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.output import Output
 from batchery_producer.files.recovery import COMMAND_S, find_in_flight
-from batchery_producer.media import find_max_bytes
 from batchery_producer.publisher import Publisher
 from batchery_producer.stream import WAIT_S, NewJob, Stream
 from batchery_producer.template import encode_item
@@ -416,7 +416,7 @@ def submit_file(
     files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
     settings = {"task": run.task, "kwargs": options.keywords or {}}
-    dataset.done, dataset.max_bytes = files.done, find_max_bytes(app)
+    dataset.done, dataset.max_bytes = files.done, get_media_settings(app).max_bytes
     feed = Feed(dataset.checked(), options.window, lambda row: row.size_bytes)
     with closing(feed) as rows, files:
         try:
