@@ -9,6 +9,7 @@ from celery import Celery
 
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
+from batchery.media_settings import MEDIA_KINDS
 from batchery.model import Model, StepModel
 from batchery.model_settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.model_task import ModelTask
@@ -29,6 +30,12 @@ KINDS = {
     "sparse_embedding": "batchery_worker.models.embedding:SparseEmbeddingModel",
     "multi_vector_embedding": "batchery_worker.models.embedding:MultiVectorEmbeddingModel",
     "generation": "batchery_worker.models.generation.model:GenerationModel",
+    "image_embedding": "batchery_worker.models.vision.embedding:ImageEmbeddingModel",
+    "image_classification": "batchery_worker.models.vision.classification:ImageClassificationModel",
+    "zero_shot_image_classification": (
+        "batchery_worker.models.vision.zero_shot:ZeroShotImageClassificationModel"
+    ),
+    "object_detection": "batchery_worker.models.vision.detection:ObjectDetectionModel",
 }
 
 #: The same for what computes texts, and how many at once where the settings do not say.
@@ -143,6 +150,9 @@ def _register_models(app: Celery) -> None:
 
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
+    options: dict[str, Any] = {"settings": settings}
+    if settings.kind in MEDIA_KINDS:
+        options["media"] = get_installation(app).settings.media
     has_slots = settings.kind == "generation"
     model, slots = ENGINES[settings.engine] if has_slots else (KINDS[settings.kind], None)
     register(
@@ -150,7 +160,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         name,
         model,
         queue=settings.queue,
-        options={"settings": settings},
+        options=options,
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
         slots=slots and (settings.slots or slots),

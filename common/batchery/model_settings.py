@@ -14,6 +14,8 @@ from pydantic import (
     field_validator,
 )
 
+from batchery.media_settings import MEDIA_KINDS
+
 #: Model ids of the hub. Any other name of a model must be a folder.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -56,6 +58,10 @@ class ModelSettings(BaseModel):
         "sparse_embedding",
         "multi_vector_embedding",
         "generation",
+        "image_embedding",
+        "image_classification",
+        "zero_shot_image_classification",
+        "object_detection",
     ] = Field(description="What the model does, and so what its results look like.")
     model: str = Field(
         min_length=1, description="A local folder, or a model id of the Hugging Face hub."
@@ -179,6 +185,13 @@ class ModelSettings(BaseModel):
         description="What computes; `openai` and `vllm` are for generation, `onnx` for"
         " embedding, classification and rerank.",
     )
+
+    @field_validator("cache")
+    @classmethod
+    def _caches_texts(cls, cache: bool, info: ValidationInfo) -> bool:
+        if cache and info.data.get("kind") in MEDIA_KINDS:
+            raise ValueError("only results for texts are kept; leave cache out for other kinds")
+        return cache
 
     @field_validator("engine")
     @classmethod
