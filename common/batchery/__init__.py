@@ -32,7 +32,7 @@ _MODULES = {
     "batchery.model": "Advance Model StepModel",
     "batchery.outcomes": "Failed Ignore Partial Reject Replace RetryAfter",
     "batchery.results": """
-        Classification Embedding Generation MultiVectorEmbedding Score SparseEmbedding
+        Classification Detection Embedding Generation MultiVectorEmbedding Score SparseEmbedding
         to_numpy
     """,
     "batchery.settings": "ModelSettings Settings",

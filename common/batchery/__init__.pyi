@@ -35,6 +35,7 @@ from batchery.model import Advance, Model, StepModel
 from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
 from batchery.results import (
     Classification,
+    Detection,
     Embedding,
     Generation,
     MultiVectorEmbedding,
@@ -80,6 +81,7 @@ __all__ = [
     "DeadLetter",
     "DeadLetters",
     "DeadlineExceeded",
+    "Detection",
     "DeviceDied",
     "DeviceUnavailable",
     "Embedding",

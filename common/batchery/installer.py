@@ -33,7 +33,7 @@ KINDS = {
     "image_embedding": "batchery_worker.models.vision.embedding:ImageEmbeddingModel",
     "image_classification": "batchery_worker.models.vision.classification:ImageClassificationModel",
     "zero_shot_image_classification": (
-        "batchery_worker.models.vision.zero_shot:ZeroShotImageClassificationModel"
+        "batchery_worker.models.vision.classification:ZeroShotImageClassificationModel"
     ),
     "object_detection": "batchery_worker.models.vision.detection:ObjectDetectionModel",
     "audio_classification": "batchery_worker.models.audio.classification:AudioClassificationModel",

@@ -26,7 +26,13 @@ class Frozen(BaseModel):
 class Result(Frozen):
     """What every built-in result has."""
 
-    tokens: Annotated[int, Field(ge=0, description="Tokens of the text, special ones included.")]
+    tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Tokens of the text, special ones included; of a picture, its patches.",
+        ),
+    ]
     truncated: Annotated[
         bool,
         Field(
@@ -36,7 +42,7 @@ class Result(Frozen):
 
 
 class Embedding(Result):
-    """One text as a vector.
+    """One text or picture as a vector.
 
     Attributes:
         vector: D floats. With `encoding="base64"`, the same as little-endian float32 in base64, as
@@ -51,14 +57,15 @@ class Embedding(Result):
 
 
 class Classification(Result):
-    """The label of one text.
+    """The label of one text or picture.
 
     Attributes:
         label: The most likely label, named as in the model's config.
         score: Its probability, 0 to 1: softmax over the labels, or sigmoid if several may hold or
             there is one. That of a regression is the model's output itself. With `raw_scores`, it
             always is.
-        scores: The score of each label, likeliest first; only with `top_k`.
+        scores: The score of each label, likeliest first; only with `top_k`, or with labels of the
+            job's own.
     """
 
     label: str
@@ -74,6 +81,43 @@ class Score(Result):
     """
 
     score: float
+
+
+class Box(Frozen):
+    """Where an object is, in pixels of the picture, upright; from its left upper corner."""
+
+    xmin: int
+    ymin: int
+    xmax: int
+    ymax: int
+
+
+class DetectedObject(Frozen):
+    """An object in a picture.
+
+    Attributes:
+        label: What it is, named as in the model's config.
+        score: Its probability, 0 to 1.
+        box: Where it is.
+    """
+
+    label: str
+    score: float
+    box: Box
+
+
+class Detection(Result):
+    """The objects in one picture.
+
+    Attributes:
+        objects: In the order of the model.
+        width: Of the picture in pixels, upright.
+        height: The same.
+    """
+
+    objects: list[DetectedObject]
+    width: int
+    height: int
 
 
 class SparseEmbedding(Result):
