@@ -44,10 +44,9 @@ def name_weights(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         layers = sum(name.endswith("ffn/linear_0/weight") and side in name for name in arrays)
         for layer in range(layers):
             old, new = f"{side}/layer_{layer}", f"model.{side}.layers.{layer}"
-            parts = [("self_attention", "self_attn", ("q_proj k_proj v_proj", "out_proj"))]
+            parts = [("self_attention", "self_attn", ["q_proj k_proj v_proj", "out_proj"])]
             if side == "decoder":
-                linears = ("q_proj", "k_proj v_proj", "out_proj")
-                parts.append(("attention", "encoder_attn", linears))
+                parts.append(("attention", "encoder_attn", ["q_proj", "k_proj v_proj", "out_proj"]))
             for theirs, ours, linears in parts:
                 _copy(weights, arrays, f"{old}/{theirs}/layer_norm", f"{new}.{ours}_layer_norm")
                 for place, names in enumerate(linears):

@@ -36,8 +36,8 @@ KINDS = {
         "batchery_worker.models.vision.classification:ZeroShotImageClassificationModel"
     ),
     "object_detection": "batchery_worker.models.vision.detection:ObjectDetectionModel",
-    "audio_classification": "batchery_worker.models.audio.classification:AudioClassificationModel",
-    "audio_embedding": "batchery_worker.models.audio.embedding:AudioEmbeddingModel",
+    "audio_classification": "batchery_worker.models.audio.sounds:AudioClassificationModel",
+    "audio_embedding": "batchery_worker.models.audio.sounds:AudioEmbeddingModel",
     "transcription": "batchery_worker.models.audio.transcription:TranscriptionModel",
 }
 

@@ -286,7 +286,7 @@ class TranscriptionKeywords(Keywords):
     """Keywords of a transcription job. A CTC model has `timestamps` alone.
 
     Attributes:
-        language: What is spoken, as a code (`en`) or an English name; None to have it found out, for
+        language: What is spoken, as a code (`en`) or an English name; None to have it found out for
             each window.
         task: `transcribe` writes it down, `translate` translates it to English.
         prompt: A text that the recording might follow: how names are written, and in which style.

@@ -22,6 +22,9 @@ RATES = range(1_000, 768_001)
 #: How often a packet may be damaged before FFmpeg has nothing to go on with.
 MAX_DAMAGED_PACKETS = 1_000
 
+#: Some formats name other files, or addresses. FFmpeg gets an open file, and may open none itself.
+NO_FILES = {"protocol_whitelist": ""}
+
 
 def decode_audio(data: bytes | Path, rate: int, max_audio_s: float) -> Samples:
     """Decodes the first audio stream of a recording, or of a film.
@@ -39,15 +42,15 @@ def decode_audio(data: bytes | Path, rate: int, max_audio_s: float) -> Samples:
         Samples, mostly from -1 to 1; at least one of them is not 0.
 
     Raises:
-        InvalidItem: The file has no sound, has too much of it, or is silent; or no decoder is there.
+        InvalidItem: The file has no sound, or too much of it, is silent, or needs a decoder that is
+            not there.
         OSError: The file cannot be read.
     """
     samples = bytearray()
-    # FFmpeg gets an open file, and may open none itself: some formats name others, or addresses.
     with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
         try:
-            with av.open(file, metadata_errors="ignore", options={"protocol_whitelist": ""}) as it:
-                for frame in _resampled(_frames(it), rate):
+            with av.open(file, "r", metadata_errors="ignore", options=NO_FILES) as container:
+                for frame in _resampled(_frames(container), rate):
                     samples += frame.to_ndarray().tobytes()
                     if len(samples) > max_audio_s * rate * np.float32().nbytes:
                         raise InvalidItem(

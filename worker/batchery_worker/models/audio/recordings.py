@@ -1,5 +1,7 @@
 """How recordings are read for each kind of audio model, beside the device."""
 
+import io
+import wave
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -8,7 +10,6 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoFeatureExtractor
 from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
-from batchery.errors import InvalidItem
 from batchery_worker.media.reader import Reader
 from batchery_worker.models.audio.decoding import Samples, decode_audio
 from batchery_worker.models.source import ModelSource
@@ -51,7 +52,8 @@ class AudioReader(Reader):
         """Loads the feature extractor and the config; see `Reader.open`."""
         source = ModelSource(self.settings)
         self.config = AutoConfig.from_pretrained(source.name, **source.options)
-        self.extractor = AutoFeatureExtractor.from_pretrained(source.name, **source.options)
+        load: Any = AutoFeatureExtractor.from_pretrained
+        self.extractor = load(source.name, **source.options)
 
     def decode(self, data: bytes) -> Samples:
         """The samples of a recording. Raises InvalidItem."""
@@ -71,10 +73,34 @@ class RecordingReader(AudioReader):
         window_s = getattr(self.extractor, "chunk_length", WINDOW_S)
         length = round(window_s * rate / unit) * unit
         context = round(window_s * CONTEXT_SHARE * rate / unit) * unit
-        parts = chunk_iter(samples, self.extractor, length, context, context)
+        cut: Any = chunk_iter
+        parts = cut(samples, self.extractor, length, context, context)
         name = self.extractor.model_input_names[0]
         windows = [
             Window(part[name][0].numpy(), int(part["attention_mask"].sum()), part["stride"])
             for part in parts
         ]
         return Recording(windows, len(samples) / rate)
+
+
+def fills_up(extractor: Any, config: Any) -> bool:
+    """Whether sounds of several lengths may share a pass, filled up and masked.
+
+    Some models were trained without a mask, which their feature extractor says, and some take means
+    over a whole sound, padding included.
+    """
+    is_raw = extractor.model_input_names[0] == "input_values"
+    takes_means = getattr(config, "feat_extract_norm", "layer") == "group"
+    return is_raw and bool(extractor.return_attention_mask) and not takes_means
+
+
+def make_tone(rate: int) -> bytes:
+    """A second of a tone, as a file."""
+    samples = 8_000 * np.sin(np.arange(rate) * (2 * np.pi * 440 / rate))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(rate)
+        sound.writeframes(samples.astype("<i2").tobytes())
+    return file.getvalue()

@@ -1,4 +1,4 @@
-"""What hears speech in windows: Whisper, or a CTC model; both as transformers' pipeline runs them."""
+"""What hears speech in windows, as transformers' pipeline does it: Whisper, or a CTC model."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batchery.errors import InvalidItem
-from batchery_worker.models.audio.recordings import Window
+from batchery_worker.models.audio.recordings import Window, fills_up
 from batchery_worker.models.audio.word_times import time_rows_alone
 from batchery_worker.models.inputs import TranscriptionKeywords
 
@@ -118,7 +118,8 @@ class Whisper(Speech):
     def check(self, options: TranscriptionKeywords) -> TranscriptionKeywords:
         """See `Speech.check`; names the language by its code."""
         timestamps = options.timestamps or ("segment" if self._has_times else "none")
-        if timestamps != "none" and not (self._has_words if timestamps == "word" else self._has_times):
+        can_tell = {"none": True, "segment": self._has_times, "word": self._has_words}
+        if not can_tell[timestamps]:
             raise InvalidItem(
                 f"keyword timestamps = {timestamps!r}: the model's generation config does not say"
                 " how it tells them"
@@ -126,7 +127,7 @@ class Whisper(Speech):
         if not self._languages and (options.language or options.task != "transcribe"):
             raise InvalidItem("keywords language and task: the model knows one language only")
         language = options.language and options.language.lower()
-        language = TO_LANGUAGE_CODE.get(language, language)
+        language = language and TO_LANGUAGE_CODE.get(language, language)
         if language and language not in self._languages:
             there_are = ", ".join(sorted(self._languages))
             raise InvalidItem(f"keyword language = {language!r:.80}: there are {there_are}")
@@ -134,7 +135,7 @@ class Whisper(Speech):
             self._prompt(options.prompt)
         return options.model_copy(update={"timestamps": timestamps, "language": language})
 
-    def group(self, options: TranscriptionKeywords, window: Window) -> Any:
+    def group(self, options: TranscriptionKeywords, window: Window) -> Any:  # noqa: ARG002
         """All keywords but the language."""
         return options.model_copy(update={"language": None})
 
@@ -225,13 +226,15 @@ class Ctc(Speech):
             raise InvalidItem("keywords: a CTC model takes timestamps alone")
         return options.model_copy(update={"timestamps": options.timestamps or "segment"})
 
-    def group(self, options: TranscriptionKeywords, window: Window) -> Any:
+    def group(self, options: TranscriptionKeywords, window: Window) -> Any:  # noqa: ARG002
         """The length, if there is no mask; no keyword changes what is heard."""
-        has_mask = self._pipe.feature_extractor.return_attention_mask
+        has_mask = fills_up(self._pipe.feature_extractor, self._model.config)
         return None if has_mask else len(window.values)
 
     def hear(
-        self, windows: Sequence[Window], options: Sequence[TranscriptionKeywords]
+        self,
+        windows: Sequence[Window],
+        options: Sequence[TranscriptionKeywords],  # noqa: ARG002 (they change nothing here)
     ) -> list[Heard]:
         """See `Speech.hear`."""
         found = self._pipe.forward(self._collate(windows))
@@ -264,8 +267,10 @@ class Ctc(Speech):
 
 def _spans_s(heard: Sequence[Heard], rate: int) -> list[float]:
     """Where each window ends, without its context, in seconds."""
-    strides = [each.get("samples", each["stride"]) for each in heard]
-    return [end / rate for end in accumulate(whole - left - right for whole, left, right in strides)]
+    strides = [each["samples"] if "samples" in each else each["stride"] for each in heard]
+    return [
+        end / rate for end in accumulate(whole - left - right for whole, left, right in strides)
+    ]
 
 
 def _parts(chunks: Sequence[Mapping[str, Any]], length_s: float) -> list[dict[str, Any]]:

@@ -1,13 +1,10 @@
 """The kind `transcription`: jobs whose windows share passes, told as they are finished."""
 
-import io
 import logging
 import time
-import wave
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from transformers import (
     AutoConfig,
     AutomaticSpeechRecognitionPipeline,
@@ -22,8 +19,8 @@ from batchery.media_settings import MediaSettings
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.audio.recordings import Recording, RecordingReader, Window
-from batchery_worker.models.audio.speech import Ctc, Heard, Speech, Transcript, Whisper
+from batchery_worker.models.audio.recordings import Recording, RecordingReader, Window, make_tone
+from batchery_worker.models.audio.speech import Ctc, Heard, Speech, Whisper
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.inputs import TranscriptionKeywords
 from batchery_worker.models.media_model import MediaItems
@@ -97,7 +94,7 @@ class SpeechJob:
     def result(self, speech: Speech) -> dict[str, Any]:
         """In the shape of `batchery.Transcription`."""
         found = speech.put_together(self.heard, self.options)
-        result = {"text": found.text, "language": found.language}
+        result: dict[str, Any] = {"text": found.text, "language": found.language}
         result["duration_s"] = self._recording.duration_s
         if self.options.timestamps != "none":
             result["segments"] = found.segments
@@ -120,6 +117,8 @@ class TranscriptionModel(MediaItems, StepModel):
     """
 
     Reader = RecordingReader
+
+    reader: RecordingReader
 
     keywords = TranscriptionKeywords
 
@@ -218,16 +217,15 @@ class TranscriptionModel(MediaItems, StepModel):
 
         They are of one group: that of the job whose turn it is.
         """
-        chosen: list[tuple[SpeechJob, Window]] = []
         lines = [(job, job.left[: self._room]) for job in self._jobs.values()]
-        for place in range(self._room):
-            for job, windows in lines:
-                if place < len(windows) and len(chosen) < self._room:
-                    group = self._speech.group(job.options, windows[place])
-                    if not chosen or group == first:
-                        first = group if not chosen else first
-                        chosen.append((job, windows[place]))
-        return chosen
+        in_turn = [
+            (self._speech.group(job.options, windows[place]), job, windows[place])
+            for place in range(self._room)
+            for job, windows in lines
+            if place < len(windows)
+        ]
+        fit = [(job, window) for group, job, window in in_turn if group == in_turn[0][0]]
+        return fit[: self._room]
 
     def _resize(self, windows: int, took_s: float) -> None:
         """Changes the room of steps by how long one took."""
@@ -267,15 +265,3 @@ def _find_kind(config: Any) -> tuple[type[Speech], Any]:
         f"is a {config.model_type}, and transcription takes Whisper, or a CTC model of waveforms"
         " such as wav2vec2; name one, or choose another kind"
     )
-
-
-def make_tone(rate: int) -> bytes:
-    """A second of a tone, as a file."""
-    samples = 8_000 * np.sin(np.arange(rate) * (2 * np.pi * 440 / rate))
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(rate)
-        sound.writeframes(samples.astype("<i2").tobytes())
-    return file.getvalue()
