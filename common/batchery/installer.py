@@ -36,6 +36,9 @@ KINDS = {
         "batchery_worker.models.vision.classification:ZeroShotImageClassificationModel"
     ),
     "object_detection": "batchery_worker.models.vision.detection:ObjectDetectionModel",
+    "audio_classification": "batchery_worker.models.audio.sounds:AudioClassificationModel",
+    "audio_embedding": "batchery_worker.models.audio.sounds:AudioEmbeddingModel",
+    "transcription": "batchery_worker.models.audio.transcription:TranscriptionModel",
 }
 
 #: The same for what computes texts, and how many at once where the settings do not say.
@@ -44,6 +47,9 @@ ENGINES = {
     "openai": ("batchery_worker.models.openai_server.model:OpenAIServerModel", 256),
     "vllm": ("batchery_worker.models.openai_server.vllm_server:VllmModel", 64),
 }
+
+#: How many jobs of other kinds with slots run at once where the settings do not say.
+SLOTS = {"transcription": 16}
 
 
 def install(app: Celery, **settings: Any) -> Celery:
@@ -153,8 +159,9 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
     options: dict[str, Any] = {"settings": settings}
     if settings.kind in MEDIA_KINDS:
         options["media"] = get_installation(app).settings.media
-    has_slots = settings.kind == "generation"
-    model, slots = ENGINES[settings.engine] if has_slots else (KINDS[settings.kind], None)
+    model, slots = KINDS[settings.kind], SLOTS.get(settings.kind)
+    if settings.kind == "generation":
+        model, slots = ENGINES[settings.engine]
     register(
         app,
         name,
@@ -166,5 +173,5 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         slots=slots and (settings.slots or slots),
         **{each: getattr(settings, each) for each in PLACE_OPTIONS},
         # `max_batch_tokens` is the model's own matter there.
-        **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
+        **{each: getattr(settings, each) for each in (() if slots else TASK_OPTIONS)},
     )

@@ -62,6 +62,9 @@ class ModelSettings(BaseModel):
         "image_classification",
         "zero_shot_image_classification",
         "object_detection",
+        "audio_classification",
+        "audio_embedding",
+        "transcription",
     ] = Field(description="What the model does, and so what its results look like.")
     model: str = Field(
         min_length=1, description="A local folder, or a model id of the Hugging Face hub."
@@ -129,7 +132,9 @@ class ModelSettings(BaseModel):
         {}, description="Engine vllm: options of `vllm serve`, by name."
     )
     slots: PositiveInt | None = Field(
-        None, description="Generation: maximum jobs at once; 16, 64 or 256 by engine if unset."
+        None,
+        description="Generation and transcription: maximum jobs at once; 16, 64 or 256 by engine"
+        " if unset. Also the maximum windows of recordings in a step.",
     )
     max_new_tokens: PositiveInt = Field(
         256, description="Generation: maximum tokens of a text, if the job says none."

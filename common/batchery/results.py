@@ -221,6 +221,40 @@ class Generation(Frozen):
     timings: GenerationTimings
 
 
+class SpokenPart(Frozen):
+    """A segment of what was said, or a word.
+
+    Attributes:
+        start_s: Where it begins in the recording, in seconds.
+        end_s: Where it ends.
+        text: What was said.
+    """
+
+    start_s: float
+    end_s: float
+    text: str
+
+
+class Transcription(Frozen):
+    """What is said in a recording.
+
+    Attributes:
+        text: All of it.
+        language: Code of the language, such as `en`, that the job said or that was found in the
+            first window; None if the model does not tell.
+        duration_s: Length of the recording, in seconds.
+        segments: Parts of the text, in order; with Whisper sentences or less, with CTC models the
+            words that begin in a window. None with `timestamps="none"`.
+        words: Only with `timestamps="word"`.
+    """
+
+    text: str
+    language: str | None
+    duration_s: float
+    segments: list[SpokenPart] | None = None
+    words: list[SpokenPart] | None = None
+
+
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":
     """Turns an embedding result into a numpy array, whatever its encoding.
 

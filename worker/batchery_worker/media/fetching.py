@@ -5,6 +5,7 @@ file below a root, a URL to an address that was checked, whatever redirects and 
 """
 
 import asyncio
+import errno
 import os
 import ssl
 import stat
@@ -90,15 +91,21 @@ def read_file(path: str, medium: str, settings: MediaSettings) -> bytes:
         if not found.is_relative_to(folder):
             continue
         try:
-            # Of what it is now: a file could have become a link, or a pipe that nobody writes.
-            descriptor = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            # Looked at once it is open: it could have become a link, or a pipe that nobody writes.
+            with open(found, "rb", opener=_open) as file:
+                return file.read(settings.max_bytes + 1)
         except OSError as error:
             raise InvalidItem(f"{medium}: {path!r:.200}: {error.strerror}") from None
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise InvalidItem(f"{medium}: {path!r:.200} is no file")
-            return file.read(settings.max_bytes + 1)
     raise InvalidItem(f"{medium}: {path!r:.200}: there is no such file below media.roots")
+
+
+def _open(path: str, flags: int) -> int:
+    """Opens a file, and nothing else."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no file")
+    return descriptor
 
 
 def _read_payload(
@@ -132,7 +139,7 @@ def _read_store(url: str, medium: str, settings: MediaSettings) -> bytes:
     except TimeoutError:
         raise _too_slow(url, medium, settings) from None
     except Exception as error:  # noqa: BLE001 - each store has errors of its own
-        raise InvalidItem(f"{medium}: {url!r:.200}: {describe(error)}") from None
+        raise InvalidItem(f"{medium}: {_name(url)}: {describe(error)}") from None
     return b"".join(parts)
 
 
@@ -145,9 +152,9 @@ def _download(content: WebUrl, medium: str, settings: MediaSettings) -> bytes:
         raise _too_slow(content.url, medium, settings) from None
     except NotPublic as error:
         text = f"{error}; see the setting media.hosts"
-        raise InvalidItem(f"{medium}: {content.url!r:.200}: {text}") from None
+        raise InvalidItem(f"{medium}: {_name(content.url)}: {text}") from None
     except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise InvalidItem(f"{medium}: {content.url!r:.200}: {describe(error)}") from None
+        raise InvalidItem(f"{medium}: {_name(content.url)}: {describe(error)}") from None
 
 
 async def _get(url: str, medium: str, settings: MediaSettings) -> bytes:
@@ -171,9 +178,9 @@ async def _get(url: str, medium: str, settings: MediaSettings) -> bytes:
                     check_url(url, medium, settings.hosts)
                     continue
                 if answer.status_code != 200:
-                    raise InvalidItem(f"{medium}: {url!r:.200}: answered {answer.status_code}")
+                    raise InvalidItem(f"{medium}: {_name(url)}: answered {answer.status_code}")
                 return await _read_body(answer, medium, settings.max_bytes)
-    raise InvalidItem(f"{medium}: {url!r:.200}: has more than {MAX_REDIRECTS} redirects")
+    raise InvalidItem(f"{medium}: {_name(url)}: has more than {MAX_REDIRECTS} redirects")
 
 
 async def _read_body(answer: Any, medium: str, max_bytes: int) -> bytes:
@@ -196,7 +203,12 @@ def _trust() -> ssl.SSLContext:
 
 def _too_slow(url: str, medium: str, settings: MediaSettings) -> InvalidItem:
     limit_s = settings.timeout_s
-    return InvalidItem(f"{medium}: {url!r:.200}: took more than media.timeout_s = {limit_s:g}")
+    return InvalidItem(f"{medium}: {_name(url)}: took more than media.timeout_s = {limit_s:g}")
+
+
+def _name(url: str) -> str:
+    """A URL for errors, which stand in logs: without a query, which may be as good as a key."""
+    return repr(url.partition("?")[0][:200])
 
 
 def describe(error: Exception) -> str:

@@ -133,7 +133,7 @@ def check_url(url: str, medium: str, hosts: Sequence[str]) -> WebUrl | StoreUrl:
         # Of the URL itself: the port is read when it is asked for.
         host, user, _ = parts.hostname or "", parts.username, parts.port
     except ValueError as error:
-        raise InvalidItem(f"{medium}: {url!r:.100} is no URL: {error}") from None
+        raise InvalidItem(f"{medium}: {url.partition('?')[0]!r:.100} is no URL: {error}") from None
     if not url.isascii() or " " in url or "\\" in url:
         raise InvalidItem(f"{medium}: {url!r:.100} has characters that must be written as %XX")
     if parts.scheme in LOCAL_SCHEMES or "::" in url.partition("?")[0].partition("//")[0]:

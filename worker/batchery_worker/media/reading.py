@@ -27,7 +27,7 @@ from batchery.outcomes import Failed
 from batchery.transport.payloads import Payloads
 from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.ipc.framing import read_frame, write_frame
-from batchery_worker.media.fetching import fetch
+from batchery_worker.media.fetching import describe, fetch
 from batchery_worker.media.items import parse_item
 from batchery_worker.media.reader import Reader, ReadItem
 from batchery_worker.media.reader_process import Asked
@@ -107,6 +107,9 @@ class Readers:
         except InvalidItem as error:
             # Without its frames, which hold the bytes.
             return Failed(InvalidItem(str(error)))
+        except Exception as error:  # noqa: BLE001 - a job that nobody gives back would be lost
+            problem = f"{type(error).__name__}: {describe(error)}"
+            return Failed(InvalidItem(f"{reader.medium}: cannot be read: {problem}"))
 
     def _decode(self, asked: Asked, reader: Reader) -> Any:
         """Has an item read by the next process that is free.

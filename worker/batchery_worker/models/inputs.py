@@ -282,6 +282,29 @@ class GenerationKeywords(Keywords):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
+class TranscriptionKeywords(Keywords):
+    """Keywords of a transcription job. A CTC model has `timestamps` alone.
+
+    Attributes:
+        language: What is spoken, as a code (`en`) or an English name; None to have it found out for
+            each window.
+        task: `transcribe` writes it down, `translate` translates it to English.
+        prompt: A text that the recording might follow: how names are written, and in which style.
+        timestamps: `segment`, `word` for those of words as well, or `none`, which is a little
+            faster. None for segments, if the model knows times.
+        beams: How many ways to write a window are followed at a time, 1 to 8; None for the model's
+            own number, which is 5 if it has none, as in transformers' pipeline.
+        temperature: From 0, where the likeliest tokens are taken, to 1, where they are drawn.
+    """
+
+    language: str | None = None
+    task: Literal["transcribe", "translate"] = "transcribe"
+    prompt: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    timestamps: Literal["segment", "word", "none"] | None = None
+    beams: Annotated[int, Field(ge=1, le=8)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
 K = TypeVar("K", bound=Keywords)
 
 

@@ -1,7 +1,8 @@
 """What models of pictures and of sound share: their items, and how they are loaded."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,55 @@ from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.media.reader import Reader, ReadItem
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
-from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
+from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice, PendingCopy
 from batchery_worker.models.inputs import Keywords, read_each, read_keywords
 from batchery_worker.models.source import ModelSource, check_weights, loading
+
+
+class TokenizedText(NamedTuple):
+    """A text as it goes through a model, not filled up."""
+
+    #: Inputs of the model: numbers of the text's tokens, and others of that length.
+    inputs: Mapping[str, list[int]]
+    #: Whether its end was cut off.
+    truncated: bool
+
+
+def tokenize(
+    tokenizer: Any, text: str, settings: ModelSettings, options: Mapping[str, Any]
+) -> TokenizedText:
+    """Tokenizes a text for a model that knows texts, too.
+
+    Args:
+        tokenizer: Of transformers.
+        text: Not empty.
+        settings: Of the model; `overflow` says what becomes of a text that is too long.
+        options: Of the tokenizer, `max_length` among them.
+
+    Raises:
+        InvalidItem: It is too long, and the settings refuse such texts.
+    """
+    found = tokenizer(text, **options)
+    truncated = any(each.overflowing for each in found.encodings or ())
+    if truncated and settings.overflow == "refuse":
+        raise InvalidItem(f"text: has more than {options['max_length']} tokens")
+    return TokenizedText({name: [*numbers] for name, numbers in found.items()}, truncated)
+
+
+class Part(NamedTuple):
+    """What a pass makes of the items of a micro-batch that are of one size."""
+
+    #: Their places in the micro-batch.
+    places: Sequence[int]
+    #: Values on their way to the CPU, one row per item each, float32.
+    pending: Sequence[PendingCopy]
+
+
+class Outputs(NamedTuple):
+    """What the passes over a micro-batch give."""
+
+    batch: Sequence[Any]
+    parts: Sequence[Part]
 
 
 class MediaItems(Model):
@@ -166,6 +213,73 @@ class MediaModel(MediaItems):
         """Starts the passes over a micro-batch, and the copy of what they make to the CPU."""
         return self._start(batch, self._read_keywords(keywords))
 
-    def _start(self, batch: Sequence[Any], options: Any) -> Any:
-        """The same for keywords that were read, in inference mode."""
+    def head(self, prepared: Any) -> dict[str, Any]:
+        """The fields that every result has, of one item."""
+        head: dict[str, Any] = {"tokens": self.tokens(prepared)}
+        if isinstance(prepared, TokenizedText) and prepared.truncated:
+            head["truncated"] = True
+        return head
+
+    def _shape(self, prepared: Any) -> Any:
+        """What items have in common that may share a pass."""
+        if isinstance(prepared, TokenizedText):
+            return None
+        return tuple((name, each.shape) for name, each in prepared.inputs.items())
+
+    def _start(self, batch: Sequence[Any], options: Any) -> Outputs:
+        groups = defaultdict[Any, list[int]](list)
+        for place, prepared in enumerate(batch):
+            groups[self._shape(prepared)].append(place)
+        parts = []
+        for places in groups.values():
+            values = self._compute([batch[place] for place in places], options)
+            parts.append(Part(places, [self._to_host.start(each.float()) for each in values]))
+        return Outputs(batch, parts)
+
+    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:
+        """Runs a pass over items of one size.
+
+        Returns:
+            What is read of its output, one row per item each.
+        """
+        raise NotImplementedError
+
+    def _stack(self, items: Sequence[Any]) -> dict[str, Tensor]:
+        """Inputs of a pass over pictures or sounds of one shape, on the device."""
+        raise NotImplementedError
+
+    def _embed_texts(self, texts: Sequence[TokenizedText]) -> Tensor:
+        reader: Any = self.reader
+        filled = reader.tokenizer.pad(
+            {name: [each.inputs[name] for each in texts] for name in texts[0].inputs},
+            return_tensors="np",
+        )
+        vectors: Tensor = self.model.get_text_features(**self._send(filled)).pooler_output
+        return vectors
+
+    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[Any]:
+        """Waits for the values of a micro-batch and makes its results, in batch order."""
+        options = self._read_keywords(keywords)
+        results: list[Any] = [None] * len(outputs.batch)
+        for places, pending in outputs.parts:
+            values = [each.wait() for each in pending]
+            items = [outputs.batch[place] for place in places]
+            # JSON has no NaN, and no caller can use one.
+            finite = [each.isfinite().flatten(1).all(dim=1).tolist() for each in values]
+            made = self._results(items, values, options)
+            for place, result, *good in zip(places, made, *finite, strict=True):
+                bad = Failed(f"the model's output is not finite in {self.model.dtype}")
+                results[place] = result if all(good) else bad
+        return results
+
+    def _results(
+        self, items: Sequence[Any], values: Sequence[Tensor], options: Any
+    ) -> Sequence[Any]:
+        """Makes one result per item, each of which begins with its head.
+
+        Args:
+            items: Prepared, of one pass.
+            values: What the pass made, on the CPU.
+            options: The keywords of the batch.
+        """
         raise NotImplementedError

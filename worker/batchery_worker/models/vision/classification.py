@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModelForImageClassification, AutoModelForZeroShotImageClassification
 
-from batchery_worker.models.inputs import ImageClassificationKeywords, ZeroShotKeywords
+from batchery_worker.models.inputs import ZeroShotKeywords
+from batchery_worker.models.media_kinds import LabelModel, name_scores
 from batchery_worker.models.vision.embedding import TowerModel
 from batchery_worker.models.vision.image_model import ImageModel
 from batchery_worker.models.vision.reader import ImageTextReader
@@ -17,47 +18,14 @@ from batchery_worker.models.vision.reader import ImageTextReader
 MAX_LABEL_SETS = 64
 
 
-class ImageClassificationModel(ImageModel):
+class ImageClassificationModel(LabelModel, ImageModel):
     """Labels pictures, with any image classification model of transformers.
 
-    An item is a picture. Keywords of a job: see `ImageClassificationKeywords`. A result has the
-    shape of `batchery.Classification`; labels are named as in the model's config.
-
-    Scores are a softmax over the labels, or, where several labels may hold (the setting
-    `multi_label`, else the config's `problem_type`) or there is one, a sigmoid of each. Those of a
-    regression, by `problem_type`, are the model's outputs as they are, of any size.
+    An item is a picture. Keywords of a job: see `ImageClassificationKeywords`. For scores see
+    `LabelModel`.
     """
 
     auto_class = AutoModelForImageClassification
-
-    keywords = ImageClassificationKeywords
-
-    trained_part = ("classification head", "classification")
-
-    def _finish_load(self) -> None:
-        super()._finish_load()
-        config, several = self.model.config, self.settings.multi_label
-        self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
-        if len(set(self.labels)) < len(self.labels):
-            raise ValueError("two labels of id2label have the same name; rename one")
-        self._is_regression = several is None and config.problem_type == "regression"
-        if several is None:
-            is_several = config.problem_type == "multi_label_classification"
-            several = is_several or config.num_labels == 1
-        self.multi_label = several
-
-    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:
-        """Scores, (B, C)."""
-        logits: Tensor = self.model(**self._stack(items)).logits.float()
-        if options.raw_scores or self._is_regression:
-            return [logits]
-        return [logits.sigmoid() if self.multi_label else logits.softmax(dim=-1)]
-
-    def _results(
-        self, items: Sequence[Any], values: Sequence[Tensor], options: Any
-    ) -> list[dict[str, Any]]:
-        heads = [self.head(each) for each in items]
-        return name_scores(heads, values[0], self.labels, options.top_k)
 
 
 class LabelledImageReader(ImageTextReader):
@@ -111,23 +79,3 @@ class ZeroShotImageClassificationModel(TowerModel):
     ) -> list[dict[str, Any]]:
         heads, labels = [self.head(each) for each in items], options.labels
         return name_scores(heads, values[0], labels, len(labels))
-
-
-def name_scores(
-    heads: Sequence[dict[str, Any]], scores: Tensor, labels: Sequence[str], top_k: int | None
-) -> list[dict[str, Any]]:
-    """Results that name the likeliest label, and with `top_k` the scores of so many.
-
-    Args:
-        heads: The fields that every result has, by item.
-        scores: (B, C), on the CPU.
-        labels: Names of all C.
-        top_k: At least 1; None for the likeliest label alone.
-    """
-    best, places = scores.topk(min(top_k or 1, len(labels)), dim=-1)
-    results = []
-    for head, row, row_places in zip(heads, best.tolist(), places.tolist(), strict=True):
-        named = {labels[place]: score for place, score in zip(row_places, row, strict=True)}
-        result = {**head, "label": labels[row_places[0]], "score": row[0]}
-        results.append(result if top_k is None else {**result, "scores": named})
-    return results

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from batchery.errors import InvalidItem
 from batchery_worker.media.reader import Reader
 from batchery_worker.models.inputs import check_text
+from batchery_worker.models.media_model import TokenizedText, tokenize
 from batchery_worker.models.source import ModelSource, load_tokenizer, reason
 
 #: Formats that are decoded by code that reads pictures and does nothing else: that of EPS runs a
@@ -31,15 +32,6 @@ class Picture(NamedTuple):
     #: Pixels before they were scaled.
     height: int
     width: int
-
-
-class TokenizedText(NamedTuple):
-    """A text as it goes through a model, not filled up."""
-
-    #: Inputs of the model: numbers of the text's tokens, and others of that length.
-    inputs: Mapping[str, list[int]]
-    #: Whether its end was cut off.
-    truncated: bool
 
 
 class ImageReader(Reader):
@@ -127,8 +119,4 @@ class ImageTextReader(ImageReader):
         Raises:
             InvalidItem: It is too long, and the settings refuse such texts.
         """
-        found = self.tokenizer(text, **self._options)
-        truncated = any(each.overflowing for each in found.encodings or ())
-        if truncated and self.settings.overflow == "refuse":
-            raise InvalidItem(f"text: has more than {self._options['max_length']} tokens")
-        return TokenizedText({name: [*numbers] for name, numbers in found.items()}, truncated)
+        return tokenize(self.tokenizer, text, self.settings, self._options)
