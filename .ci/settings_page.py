@@ -15,11 +15,15 @@ from pydantic_core import PydanticUndefined
 
 from batchery import ModelSettings, Settings
 from batchery.gateway_settings import GatewaySettings, KeySettings
+from batchery.media_settings import MediaSettings
 from batchery.settings import PREFIX, MetricsSettings, PriorityClass
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
-TABLES = (Settings, PriorityClass, ModelSettings, GatewaySettings, KeySettings, MetricsSettings)
+TABLES = (
+    *(Settings, PriorityClass, ModelSettings, GatewaySettings, KeySettings),
+    *(MediaSettings, MetricsSettings),
+)
 
 #: A comment, and the table below it.
 TABLE = re.compile(r"(<!-- made from (\w+) -->\n\n)((?:\|.*\n)*)")

@@ -32,7 +32,7 @@ _MODULES = {
     "batchery.model": "Advance Model StepModel",
     "batchery.outcomes": "Failed Ignore Partial Reject Replace RetryAfter",
     "batchery.results": """
-        Classification Embedding Generation MultiVectorEmbedding Score SparseEmbedding
+        Classification Detection Embedding Generation MultiVectorEmbedding Score SparseEmbedding
         to_numpy
     """,
     "batchery.settings": "ModelSettings Settings",
@@ -40,7 +40,7 @@ _MODULES = {
     "batchery.transport.dead_letters": "DeadLetter DeadLetters",
     "batchery_producer": """
         AsyncClient AsyncPieceStream AsyncTask Client Ending Outcome PieceStream
-        Publisher Snapshot SubmitOptions Summary TaskClient submit_file
+        Publisher Snapshot SubmitOptions Summary TaskClient put_media submit_file
     """,
     "batchery_worker.inprocess.batcher": "batched",
     "batchery_worker.inprocess.engine": "Engine",

@@ -35,6 +35,7 @@ from batchery.model import Advance, Model, StepModel
 from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
 from batchery.results import (
     Classification,
+    Detection,
     Embedding,
     Generation,
     MultiVectorEmbedding,
@@ -58,6 +59,7 @@ from batchery_producer import (
     SubmitOptions,
     Summary,
     TaskClient,
+    put_media,
     submit_file,
 )
 from batchery_worker.inprocess.batcher import batched
@@ -80,6 +82,7 @@ __all__ = [
     "DeadLetter",
     "DeadLetters",
     "DeadlineExceeded",
+    "Detection",
     "DeviceDied",
     "DeviceUnavailable",
     "Embedding",
@@ -127,6 +130,7 @@ __all__ = [
     "WrongLength",
     "batched",
     "install",
+    "put_media",
     "register",
     "submit_file",
     "to_numpy",

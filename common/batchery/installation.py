@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from celery import Celery
 
 from batchery.errors import SettingsError, StartError
+from batchery.media_settings import MediaSettings
 from batchery.queue_limits import QueueLimits
 from batchery.settings import Settings
 
@@ -61,3 +62,9 @@ def get_queue_limits(app: Celery) -> QueueLimits | None:
     """The limits of an app's priority classes; None if it has none, or `install` never saw it."""
     found = _installations.get(app)
     return None if found is None else found.queue_limits
+
+
+def get_media_settings(app: Celery) -> MediaSettings:
+    """The limits of pictures and sound of an app; the usual ones if `install` never saw it."""
+    found = _installations.get(app)
+    return MediaSettings() if found is None else found.settings.media

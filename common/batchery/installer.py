@@ -9,6 +9,7 @@ from celery import Celery
 
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
+from batchery.media_settings import MEDIA_KINDS
 from batchery.model import Model, StepModel
 from batchery.model_settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.model_task import ModelTask
@@ -29,6 +30,15 @@ KINDS = {
     "sparse_embedding": "batchery_worker.models.embedding:SparseEmbeddingModel",
     "multi_vector_embedding": "batchery_worker.models.embedding:MultiVectorEmbeddingModel",
     "generation": "batchery_worker.models.generation.model:GenerationModel",
+    "image_embedding": "batchery_worker.models.vision.embedding:ImageEmbeddingModel",
+    "image_classification": "batchery_worker.models.vision.classification:ImageClassificationModel",
+    "zero_shot_image_classification": (
+        "batchery_worker.models.vision.classification:ZeroShotImageClassificationModel"
+    ),
+    "object_detection": "batchery_worker.models.vision.detection:ObjectDetectionModel",
+    "audio_classification": "batchery_worker.models.audio.sounds:AudioClassificationModel",
+    "audio_embedding": "batchery_worker.models.audio.sounds:AudioEmbeddingModel",
+    "transcription": "batchery_worker.models.audio.transcription:TranscriptionModel",
 }
 
 #: The same for what computes texts, and how many at once where the settings do not say.
@@ -37,6 +47,9 @@ ENGINES = {
     "openai": ("batchery_worker.models.openai_server.model:OpenAIServerModel", 256),
     "vllm": ("batchery_worker.models.openai_server.vllm_server:VllmModel", 64),
 }
+
+#: How many jobs of other kinds with slots run at once where the settings do not say.
+SLOTS = {"transcription": 16}
 
 
 def install(app: Celery, **settings: Any) -> Celery:
@@ -143,18 +156,22 @@ def _register_models(app: Celery) -> None:
 
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
-    has_slots = settings.kind == "generation"
-    model, slots = ENGINES[settings.engine] if has_slots else (KINDS[settings.kind], None)
+    options: dict[str, Any] = {"settings": settings}
+    if settings.kind in MEDIA_KINDS:
+        options["media"] = get_installation(app).settings.media
+    model, slots = KINDS[settings.kind], SLOTS.get(settings.kind)
+    if settings.kind == "generation":
+        model, slots = ENGINES[settings.engine]
     register(
         app,
         name,
         model,
         queue=settings.queue,
-        options={"settings": settings},
+        options=options,
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
         slots=slots and (settings.slots or slots),
         **{each: getattr(settings, each) for each in PLACE_OPTIONS},
         # `max_batch_tokens` is the model's own matter there.
-        **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
+        **{each: getattr(settings, each) for each in (() if slots else TASK_OPTIONS)},
     )

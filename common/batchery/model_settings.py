@@ -14,6 +14,8 @@ from pydantic import (
     field_validator,
 )
 
+from batchery.media_settings import MEDIA_KINDS
+
 #: Model ids of the hub. Any other name of a model must be a folder.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -56,6 +58,13 @@ class ModelSettings(BaseModel):
         "sparse_embedding",
         "multi_vector_embedding",
         "generation",
+        "image_embedding",
+        "image_classification",
+        "zero_shot_image_classification",
+        "object_detection",
+        "audio_classification",
+        "audio_embedding",
+        "transcription",
     ] = Field(description="What the model does, and so what its results look like.")
     model: str = Field(
         min_length=1, description="A local folder, or a model id of the Hugging Face hub."
@@ -123,7 +132,9 @@ class ModelSettings(BaseModel):
         {}, description="Engine vllm: options of `vllm serve`, by name."
     )
     slots: PositiveInt | None = Field(
-        None, description="Generation: maximum jobs at once; 16, 64 or 256 by engine if unset."
+        None,
+        description="Generation and transcription: maximum jobs at once; 16, 64 or 256 by engine"
+        " if unset. Also the maximum windows of recordings in a step.",
     )
     max_new_tokens: PositiveInt = Field(
         256, description="Generation: maximum tokens of a text, if the job says none."
@@ -179,6 +190,13 @@ class ModelSettings(BaseModel):
         description="What computes; `openai` and `vllm` are for generation, `onnx` for"
         " embedding, classification and rerank.",
     )
+
+    @field_validator("cache")
+    @classmethod
+    def _caches_texts(cls, cache: bool, info: ValidationInfo) -> bool:
+        if cache and info.data.get("kind") in MEDIA_KINDS:
+            raise ValueError("only results for texts are kept; leave cache out for other kinds")
+        return cache
 
     @field_validator("engine")
     @classmethod

@@ -9,6 +9,7 @@ from celery.utils.imports import symbol_by_name
 
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
+from batchery.media_settings import MEDIA_KINDS
 from batchery.model import Model, StepModel
 from batchery.settings import ModelSettings
 from batchery.task import BatchTask
@@ -71,6 +72,14 @@ class ModelTask(BatchTask):
                     raise
         outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
         return outcomes
+
+    @property
+    def Readers(self) -> str | None:  # type: ignore[override]
+        """Of pictures and sound: the models of these kinds take what was read."""
+        settings = self.model_settings
+        if settings is None or settings.kind not in MEDIA_KINDS:
+            return None
+        return "batchery_worker.media.reading:Readers"
 
     @property
     def has_own_process(self) -> bool:

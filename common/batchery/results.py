@@ -26,7 +26,13 @@ class Frozen(BaseModel):
 class Result(Frozen):
     """What every built-in result has."""
 
-    tokens: Annotated[int, Field(ge=0, description="Tokens of the text, special ones included.")]
+    tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Tokens of the text, special ones included; of a picture, its patches.",
+        ),
+    ]
     truncated: Annotated[
         bool,
         Field(
@@ -36,7 +42,7 @@ class Result(Frozen):
 
 
 class Embedding(Result):
-    """One text as a vector.
+    """One text or picture as a vector.
 
     Attributes:
         vector: D floats. With `encoding="base64"`, the same as little-endian float32 in base64, as
@@ -51,14 +57,15 @@ class Embedding(Result):
 
 
 class Classification(Result):
-    """The label of one text.
+    """The label of one text or picture.
 
     Attributes:
         label: The most likely label, named as in the model's config.
         score: Its probability, 0 to 1: softmax over the labels, or sigmoid if several may hold or
             there is one. That of a regression is the model's output itself. With `raw_scores`, it
             always is.
-        scores: The score of each label, likeliest first; only with `top_k`.
+        scores: The score of each label, likeliest first; only with `top_k`, or with labels of the
+            job's own.
     """
 
     label: str
@@ -74,6 +81,43 @@ class Score(Result):
     """
 
     score: float
+
+
+class Box(Frozen):
+    """Where an object is, in pixels of the picture, upright; from its left upper corner."""
+
+    xmin: int
+    ymin: int
+    xmax: int
+    ymax: int
+
+
+class DetectedObject(Frozen):
+    """An object in a picture.
+
+    Attributes:
+        label: What it is, named as in the model's config.
+        score: Its probability, 0 to 1.
+        box: Where it is.
+    """
+
+    label: str
+    score: float
+    box: Box
+
+
+class Detection(Result):
+    """The objects in one picture.
+
+    Attributes:
+        objects: In the order of the model.
+        width: Of the picture in pixels, upright.
+        height: The same.
+    """
+
+    objects: list[DetectedObject]
+    width: int
+    height: int
 
 
 class SparseEmbedding(Result):
@@ -175,6 +219,40 @@ class Generation(Frozen):
     tokens_in: int | None
     tokens_out: int | None
     timings: GenerationTimings
+
+
+class SpokenPart(Frozen):
+    """A segment of what was said, or a word.
+
+    Attributes:
+        start_s: Where it begins in the recording, in seconds.
+        end_s: Where it ends.
+        text: What was said.
+    """
+
+    start_s: float
+    end_s: float
+    text: str
+
+
+class Transcription(Frozen):
+    """What is said in a recording.
+
+    Attributes:
+        text: All of it.
+        language: Code of the language, such as `en`, that the job said or that was found in the
+            first window; None if the model does not tell.
+        duration_s: Length of the recording, in seconds.
+        segments: Parts of the text, in order; with Whisper sentences or less, with CTC models the
+            words that begin in a window. None with `timestamps="none"`.
+        words: Only with `timestamps="word"`.
+    """
+
+    text: str
+    language: str | None
+    duration_s: float
+    segments: list[SpokenPart] | None = None
+    words: list[SpokenPart] | None = None
 
 
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":

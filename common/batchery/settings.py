@@ -36,6 +36,7 @@ from batchery.broker_url import check_broker_url
 from batchery.device_names import check_devices
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings, KeySettings
+from batchery.media_settings import MediaSettings
 from batchery.model_settings import ModelSettings
 from batchery.priority_class import LOWEST_PRIORITY, PriorityClass
 
@@ -192,6 +193,9 @@ class Settings(BaseSettings):
     gateway: GatewaySettings = Field(
         GatewaySettings(), description="What `batchery serve` serves, and to whom."
     )
+    media: MediaSettings = Field(
+        MediaSettings(), description="Where pictures and sound come from, and how much is read."
+    )
     metrics: MetricsSettings = Field(
         MetricsSettings(), description="Where a worker serves its metrics and its health."
     )
@@ -283,7 +287,7 @@ class Settings(BaseSettings):
 
 _TABLES: tuple[type[BaseModel], ...] = (
     *(Settings, ModelSettings, PriorityClass),
-    *(GatewaySettings, KeySettings, MetricsSettings),
+    *(GatewaySettings, KeySettings, MediaSettings, MetricsSettings),
 )
 
 #: Names of the settings of all tables.

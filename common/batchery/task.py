@@ -180,6 +180,10 @@ class BatchTask(_Task):
     #: What runs its batches on a device: the path of a class, see `device/runner.py`.
     Runner = "batchery_worker.device.functions:FunctionRunner"
 
+    #: What reads its items beside a device, before they are in any batch: the path of a class, see
+    #: `dispatch/being_read.py`. None if its batches have them as they came.
+    Readers: str | None = None
+
     # Celery's autoretry wraps `run` unless it finds this name. Here `run` takes a whole batch, so
     # the retry is wrapped around one job's outcome instead: see `Delivery`.
     _orig_run = None

@@ -15,6 +15,7 @@ from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.client import Client, TaskClient
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.run import submit_file
+from batchery_producer.media import put_media
 from batchery_producer.piece_stream import AsyncPieceStream, PieceStream
 from batchery_producer.publisher import Publisher
 
@@ -32,5 +33,6 @@ __all__ = [
     "SubmitOptions",
     "Summary",
     "TaskClient",
+    "put_media",
     "submit_file",
 ]

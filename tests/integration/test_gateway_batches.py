@@ -193,7 +193,9 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
         % (b"a" * 5000 + b"-" + b"a" * 5000),
         headers={"Content-Type": "multipart/form-data; boundary=b; charset=punycode"},
     )
-    assert (long.status_code, "maximum size" in long.json()["error"]["message"]) == (400, True)
+    assert (long.status_code, "must be utf-8" in long.json()["error"]["message"]) == (400, True)
+    with pytest.raises(openai.BadRequestError, match="maximum size"):
+        api.files.create(file=("a.jsonl", b"{}"), purpose="x" * 20_000)  # type: ignore[arg-type]
     bare = gateway.post("/v1/files", {"purpose": "batch"})
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
 

@@ -35,6 +35,8 @@ ALL = f"+@string +@hash +@list +@set +@sortedset +@stream {ANY_TYPE} +evalsha +w
 PRODUCE = (
     "{waiting} ~{p}batchery:publisher:* +lpush +llen +evalsha{more}",
     "~{p}batchery:publisher:* +get +set +del +unlink",
+    # Large items by reference.
+    "~{p}batchery:media:* ~{r}batchery:media:* +set +del +unlink",
     "{results} +get +mget +exists +del +unlink +subscribe",
     "{groups} +subscribe +publish +@string -@dangerous " + ANY_TYPE,
     "{streams} +xadd +xread +xtrim +set +sadd " + ANY_TYPE,
@@ -120,6 +122,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     waiting = [*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]
     return {
         "p": p,
+        "r": r,
         "waiting": " ".join(f"~{p}{each} ~{p}{each}{more_lists} ~{p}{each}~*" for each in waiting),
         # To refuse jobs that would wait for too long, clients look at the oldest one.
         "more": " +lindex" if get_queue_limits(app) else "",

@@ -3,14 +3,15 @@
 A record becomes one job, or says why it cannot.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from batchery.errors import DatasetError
+from batchery.media_settings import MediaSettings
 from batchery.settings import nearest_name
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.rows import (
@@ -23,6 +24,7 @@ from batchery_producer.files.rows import (
     split_lines,
 )
 from batchery_producer.files.source import (
+    FILES,
     Source,
     decompressed,
     find_sources,
@@ -65,6 +67,7 @@ class Record(NamedTuple):
             be another row's id.
         item: The argument of the job.
         broken: Why it cannot become a job; empty if it can.
+        size_bytes: Of an item that is bytes; 0 for all others.
     """
 
     source: int
@@ -73,6 +76,7 @@ class Record(NamedTuple):
     id: Any
     item: Any = None
     broken: str = ""
+    size_bytes: int = 0
 
 
 class Picker:
@@ -106,7 +110,9 @@ class Picker:
         Raises:
             DatasetError: This is the first row, and it is unclear which field is the item.
         """
-        id_, item, broken = None, None, ""
+        id_: Any = None
+        item: Any = None
+        broken = ""
         if isinstance(row, InvalidLine):
             broken = str(row)
         elif isinstance(row, str):
@@ -122,8 +128,12 @@ class Picker:
                 broken = f"no field {self.field!r}{near}; {name_fields(row)}"
         if id_ is None and self.id_field is None and self._has_rows:
             id_ = number if len(self._names) == 1 else f"{self._names[self._source]}:{number}"
+        if is_media(item):
+            # One that is not in the table has a path of its own.
+            item = item["bytes"] or item["path"]
+        size_bytes = len(item) if isinstance(item, bytes) else 0
         item = None if broken else item
-        return Record(self._source, number, line, id_, item, broken)
+        return Record(self._source, number, line, id_, item, broken, size_bytes)
 
     def _find_id(self, row: Mapping[str, Any]) -> Any:
         id_ = lookup(row, self.id_field) if self.id_field else None
@@ -144,19 +154,26 @@ def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
         id_field: The field that is the id, if any.
 
     Raises:
-        DatasetError: There is no `text`, and not exactly one other string.
+        DatasetError: There is no `text`, and neither exactly one picture or sound nor exactly one
+            other string.
     """
     if ITEM_FIELD in row:
         return ITEM_FIELD
     texts = [name for name, value in row.items() if isinstance(value, str) and name != id_field]
-    if len(texts) == 1:
-        return texts[0]
+    found = [name for name, value in row.items() if is_media(value)] or texts
+    if len(found) == 1:
+        return found[0]
     is_request = {"custom_id", "url", "body"} <= row.keys()
     hint = "; `batchery serve` takes OpenAI's batch files" if is_request else ""
     raise DatasetError(
-        f"no field {ITEM_FIELD!r} in the first row, and {len(texts) or 'no'} others that can be"
-        f" the text; name one with --field: {name_fields(row)}{hint}"
+        f"no field {ITEM_FIELD!r} in the first row, and {len(found) or 'no'} others that can be"
+        f" the item; name one with --field: {name_fields(row)}{hint}"
     )
+
+
+def is_media(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether it is a picture or a sound, as the data sets of Hugging Face have them."""
+    return isinstance(value, Mapping) and {"bytes", "path"} <= value.keys()
 
 
 def lookup(row: Mapping[str, Any], path: str) -> Any:
@@ -184,6 +201,8 @@ class Dataset:
         name: For messages.
         names: Of the files.
         is_stream: Whether it can be read only once: standard input or a pipe.
+        max_bytes: Maximum bytes of an item that is bytes; a row with more is broken.
+        done: Source and number of rows whose files need not be read.
     """
 
     def __init__(
@@ -208,6 +227,8 @@ class Dataset:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.name = self.names[0] + more
         self.is_stream = any(each.size_bytes is None for each in self.sources)
+        self.max_bytes = MediaSettings().max_bytes
+        self.done: Container[object] = ()
         self._before_bytes = self._read_rows = 0
         #: Numbers of rows and bytes that were read, now and then.
         self._measured = (0, 0)
@@ -234,6 +255,8 @@ class Dataset:
     def description(self) -> str:
         """How its rows are read, in one line; known once the first row was read."""
         first = self._first
+        if self.sources[0].format == FILES:
+            return f"{self.name}: each file is an item, the id is its path"
         if first is None or first.field is None:
             return f"{self.name}: each line is an item"
         id_ = repr(first.id_field) if first.id_field else "the number of the row"
@@ -298,13 +321,16 @@ class Dataset:
         )
 
     def line_name(self, row: Record) -> str:
-        """Names the line of a row in messages."""
+        """Names the line of a row in messages, or its file."""
+        if self.sources[row.source].format == FILES:
+            return f"{self.names[row.source]}: {row.id}"
         return f"{self.names[row.source]}, line {row.line}"
 
     def _all(self) -> Iterator[Record]:
         self._before_bytes = self._read_rows = 0
         for number, source in enumerate(self.sources):
-            yield from self._read(source, number)
+            read = self._read_files if source.format == FILES else self._read
+            yield from read(source, number)
             self._before_bytes += source.size_bytes or 0
 
     def _read(self, source: Source, number: int) -> Iterator[Record]:
@@ -329,6 +355,21 @@ class Dataset:
                 self._read_rows += 1
                 rest = InvalidLine(f"cannot be read from here on: {why}")
                 yield picker.pick(count + 1, line + 1, rest)
+
+    def _read_files(self, source: Source, number: int) -> Iterator[Record]:
+        read_bytes = self._before_bytes
+        for row, file in enumerate(source.files, 1):
+            self._read_rows += 1
+            read_bytes += file.size_bytes or 0
+            self._measured = self._read_rows, read_bytes
+            data, broken = b"", ""
+            try:
+                if (number, row) not in self.done:
+                    with file.reading() as raw:
+                        data = raw.read(self.max_bytes + 1)
+            except DatasetError as error:
+                broken = str(error)
+            yield Record(number, row, row, file.name, data, broken, len(data))
 
     def _open_rows(self, source: Source, raw: BufferedReader) -> Iterator[tuple[int, Any]]:
         if raw.peek(2)[:2] in UTF16_MARKS:

@@ -146,7 +146,7 @@ class FinishedRows:
         self._numbers = {name: number for number, name in enumerate(files)}
         self._bits = [bytearray() for _ in files]
 
-    def __contains__(self, place: tuple[int, int]) -> bool:
+    def __contains__(self, place: Any) -> bool:
         source, row = place
         bits = self._bits[source]
         return row >> 3 < len(bits) and bool(bits[row >> 3] & 1 << (row & 7))

@@ -25,8 +25,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 NOT_UTF_8 = "not UTF-8, into which iconv converts other encodings"
 
-#: Number of rows that are converted to Python objects at a time.
+#: Number of rows that are converted to Python objects at a time, and their bytes, if several.
 READ_ROWS = 1024
+READ_BYTES = 64 << 20
 
 #: First bytes of an Arrow file; an Arrow stream has others.
 ARROW_MAGIC = b"ARROW1"
@@ -160,8 +161,10 @@ def read_table(file: BufferedReader, format_: str) -> Iterator[tuple[int, Mappin
     """
     number = 0
     for batch in _open_table(file, format_):
-        for start in range(0, batch.num_rows, READ_ROWS):
-            part = batch.slice(start, READ_ROWS)
+        fitting = READ_BYTES * batch.num_rows // max(batch.nbytes, 1)
+        count = max(min(fitting, READ_ROWS), 1)
+        for start in range(0, batch.num_rows, count):
+            part = batch.slice(start, count)
             # pyarrow believes the offsets in a file, and would read beyond its end.
             part.validate(full=True)
             for row in _convert(part):
@@ -191,8 +194,9 @@ def _convert(batch: Any) -> Sequence[Mapping[str, Any]]:
     errors = (arrow.ArrowException, ValueError, OverflowError, LookupError)
     columns: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        for type_ in (column.type, arrow.string(), arrow.int64()):
+        for type_ in (None, arrow.string(), arrow.int64()):
             with suppress(*errors):
-                columns[name] = column.cast(type_).to_pylist()
+                # pyarrow may crash where a part of a column is cast to its own type.
+                columns[name] = (column.cast(type_) if type_ else column).to_pylist()
                 break
     return [{name: columns[name][n] for name in columns} for n in range(batch.num_rows)]

@@ -27,9 +27,10 @@ from batchery.errors import (
     QueueFull,
     SettingsError,
 )
+from batchery.installation import get_media_settings
 from batchery.results import to_numpy
 from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
-from batchery.transport.dead_letters import check_size
+from batchery.transport.dead_letters import MAX_MESSAGE_BYTES, check_size
 from batchery_producer.answers import Answer, unpack
 from batchery_producer.broker import BrokerConnection
 from batchery_producer.collector import Collector
@@ -53,8 +54,16 @@ INVALID_LINE = "InvalidLine"
 RESULT_TOO_LARGE = "ResultTooLarge"
 
 
+#: Maximum bytes of items in memory, and of those in flight, which are in Redis; of each, one item
+#: more. Only items that are bytes count: files, and cells of tables.
+MAX_HELD_BYTES = 256 << 20
+
+#: How many times longer a message may be than the bytes in it: where JSON escapes each of them.
+MAX_GROWTH = 8
+
+
 class Feed(Generic[T]):
-    """Iterates on a thread of its own, up to a fixed number of entries ahead.
+    """Iterates on a thread of its own, up to a fixed number of entries, or of bytes, ahead.
 
     So a slow input delays neither results nor Ctrl-C.
 
@@ -62,9 +71,18 @@ class Feed(Generic[T]):
         exhausted: Whether all entries were taken, and neither entries nor an error will follow.
     """
 
-    def __init__(self, entries: Iterable[T], ahead: int) -> None:
-        """Starts to read; up to `ahead` entries, at least 1, wait to be taken."""
+    def __init__(
+        self, entries: Iterable[T], ahead: int, measure: Callable[[T], int] = lambda _: 0
+    ) -> None:
+        """Starts to read.
+
+        Args:
+            entries: What is iterated.
+            ahead: Maximum number of entries that wait to be taken, at least 1.
+            measure: How many bytes of an entry count.
+        """
         self.exhausted = False
+        self._measure, self._held_bytes, self._is_taken = measure, 0, threading.Condition()
         #: Those that were taken already, and are to be taken again.
         self._first: list[T] = []
         #: The last one is the feed itself.
@@ -109,6 +127,7 @@ class Feed(Generic[T]):
                     self._is_ended = True
                 else:
                     taken.append(entry)
+                    self._count_bytes(-self._measure(entry))
         if self._is_ended and self._error is not None and not taken:
             raise self._error
         self.exhausted = self._is_ended and self._error is None
@@ -120,11 +139,21 @@ class Feed(Generic[T]):
         with suppress(Empty):
             while True:
                 self._read.get_nowait()
+        self._count_bytes(-self._held_bytes)
+
+    def _count_bytes(self, more_bytes: int) -> None:
+        if more_bytes:
+            with self._is_taken:
+                self._held_bytes += more_bytes
+                self._is_taken.notify()
 
     def _run(self, entries: Iterable[T]) -> None:
         try:
             for entry in entries:
+                self._count_bytes(self._measure(entry))
                 self._read.put(entry)
+                with self._is_taken:
+                    self._is_taken.wait_for(lambda: self._held_bytes <= MAX_HELD_BYTES)
                 if self._is_closed:
                     break
             if isinstance(entries, Generator):
@@ -186,7 +215,7 @@ class FileRun:
         _check_keywords(app, self.task, options.keywords or {})
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
-        self._succeeded = self._failed = self._submitted = 0
+        self._succeeded = self._failed = self._submitted = self._flying_bytes = 0
         self._in_flight: Collection[str] | None = None
 
     def run(self, rows: Feed[Record], output: Output) -> Summary:
@@ -232,7 +261,7 @@ class FileRun:
         try:
             while not (self._is_done or self._options.stop()):
                 jobs = self._take_jobs()
-                has_room = self._stream.room() > 0 and not self._feed.exhausted
+                has_room = self._room() > 0 and not self._feed.exhausted
                 self._note_all(self._stream.step(jobs, has_room=has_room))
         except (GaveUp, NoResult, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
@@ -258,9 +287,13 @@ class FileRun:
         """Whether every row is written, and none will follow."""
         return self._feed.exhausted and not self._stream.in_flight
 
+    def _room(self) -> int:
+        """How many jobs to send now."""
+        return self._stream.room() if self._flying_bytes <= MAX_HELD_BYTES else 0
+
     def _take_jobs(self) -> list[NewJob[Record]]:
         """Jobs of the next rows, if there is room; rows that cannot become jobs fail here."""
-        jobs, room = list[NewJob[Record]](), self._stream.room()
+        jobs, room = list[NewJob[Record]](), self._room()
         # With no job in flight, there is nothing but the input to wait for.
         wait_s = 0.0 if self._stream.in_flight else WAIT_S
         while room and not (jobs or self._options.stop()):
@@ -274,13 +307,19 @@ class FileRun:
                 # The window holds no items, which may be large.
                 task_id, bare = self._journal.task_id(row.source, row.row), row._replace(item=None)
                 jobs.append(NewJob(task_id, row.item, 0, bare))
+                self._flying_bytes += row.size_bytes
             if not rows:
                 break
         return jobs
 
     def _refuse(self, row: Record) -> str:
-        """Why no message can have an item, which only a table can hold; empty if one can."""
-        if not self._is_json or self._dataset.sources[row.source].format not in TABLES:
+        """Why no message can have an item, of a table or of bytes; empty if one can."""
+        largest = self._dataset.max_bytes
+        if row.size_bytes > largest:
+            return f"has more bytes than media.max_bytes = {largest}"
+        is_table = self._dataset.sources[row.source].format in TABLES
+        is_small = 0 < row.size_bytes <= MAX_MESSAGE_BYTES // MAX_GROWTH
+        if not self._is_json or is_small or not (is_table or row.size_bytes):
             return ""
         try:
             check_size(base64.b64encode(encode_item(row.item).encode()))
@@ -300,6 +339,7 @@ class FileRun:
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         """Notes how jobs ended, and says how far the run is."""
         for task_id, row, stored in ended:
+            self._flying_bytes -= row.size_bytes
             answer = unpack(stored, to_numpy)
             if answer.error is not None:
                 self._fail(row, *answer.error)
@@ -376,7 +416,9 @@ def submit_file(
     files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
     settings = {"task": run.task, "kwargs": options.keywords or {}}
-    with closing(Feed(dataset.checked(), options.window)) as rows, files:
+    dataset.done, dataset.max_bytes = files.done, get_media_settings(app).max_bytes
+    feed = Feed(dataset.checked(), options.window, lambda row: row.size_bytes)
+    with closing(feed) as rows, files:
         try:
             rows.begin(options.stop)
         except Interrupted:

@@ -2,7 +2,9 @@
 
 import glob
 import gzip
+import hashlib
 import os
+import posixpath
 import re
 import sys
 import zlib
@@ -34,8 +36,18 @@ EXTENSIONS: Mapping[str, str] = {
     ".text": "text",
 }
 
+#: Format of what is no list of rows: each file is a row, and its bytes are the item.
+FILES = "files"
+
+#: How the names of pictures and sounds end, which a folder is looked through for.
+MEDIA_EXTENSIONS = (
+    *(".avif", ".bmp", ".gif", ".heic", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
+    *(".aac", ".aif", ".aiff", ".flac", ".m4a", ".mp3", ".mp4", ".mpeg", ".mpga", ".oga"),
+    *(".ogg", ".opus", ".wav", ".webm", ".wma"),
+)
+
 #: Formats that can be read.
-FORMATS = tuple(dict.fromkeys(EXTENSIONS.values()))
+FORMATS = (*dict.fromkeys(EXTENSIONS.values()), FILES)
 
 #: Extension of a compressed file -> how the file begins, and the module that reads and writes it.
 COMPRESSIONS: Mapping[str, tuple[bytes, str]] = {
@@ -144,6 +156,7 @@ class Source:
         path: Where it is; None for standard input and URLs.
         remote: Where a file is that has a URL; fsspec's.
         version: A text that changes with the file.
+        files: Of the format `files`: the files that are its rows.
     """
 
     name: str
@@ -152,6 +165,7 @@ class Source:
     path: Path | None = None
     remote: Any = None
     version: str = ""
+    files: Sequence["Source"] = ()
 
     @contextmanager
     def reading(self) -> Iterator[BufferedReader]:
@@ -182,22 +196,92 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
         DatasetError: A file is missing, cannot be read, or has an unknown format.
     """
     names = [names] if isinstance(names, str | Path) else names
-    found = [path for name in names for path in _expand(str(name))]
-    if not found:
-        raise DatasetError("no input; name a file, a pattern, or - for standard input")
-    if STANDARD_STREAM in found and len(found) > 1:
+    if STANDARD_STREAM in (paths := list(map(str, names))) and len(paths) > 1:
         raise DatasetError("standard input cannot be read together with files; choose one of them")
+    found = {name: list(_find_all(name, format_)) for name in paths}
+    every = [each for some in found.values() for each in some]
+    if not every:
+        raise DatasetError("no input; name a file, a pattern, or - for standard input")
     places = set[str]()
-    for path in found:
-        if (place := path if is_url(path) else os.path.realpath(path)) in places:
-            raise DatasetError(f"{path}: named twice; its rows would be submitted twice")
+    for each in every:
+        place = each.remote.full_name if each.remote else os.path.realpath(each.name)
+        if place in places:
+            raise DatasetError(f"{each.name}: named twice; its rows would be submitted twice")
         places.add(place)
-    sources = [_find_source(path, format_) for path in found]
+    sources = [each for name, some in found.items() for each in _join_files(name, some)]
     # Empty files among others are usual: their writer had fewer rows than files.
     full = [each for each in sources if each.size_bytes != 0]
     if not full:
         raise DatasetError(f"{sources[0].name}: empty; there is nothing to submit")
     return full
+
+
+def _find_all(name: str, format_: str | None) -> Iterator[Source]:
+    """The files that a name stands for: itself, those of a pattern, or those in a folder."""
+    for path in _expand(name):
+        source = _find_source(path, format_)
+        if source is not None:
+            yield source
+        elif format_ not in (None, FILES):
+            raise DatasetError(f"{path}: a directory; name files, such as '{path}/*.jsonl'")
+        else:
+            yield from _find_in_folder(path, format_)
+
+
+def _find_in_folder(folder: str, format_: str | None) -> Iterator[Source]:
+    """The files in a folder, at any depth and not hidden; without a format, pictures and sounds."""
+    with naming_errors(folder, "read"):
+        if is_url(folder):
+            remote = find_remote(folder)
+            paths = remote.fs.find(remote.path)
+            below = {remote.fs.unstrip_protocol(each): each[len(remote.path) :] for each in paths}
+        else:
+            files = filter(Path.is_file, Path(folder).rglob("*"))
+            below = {str(each): f"/{each.relative_to(folder)}" for each in files}
+    names = sorted(each for each, path in below.items() if "/." not in path)
+    if format_ is None:
+        names = [each for each in names if _find_extension(each) in MEDIA_EXTENSIONS]
+    if not names:
+        raise DatasetError(
+            f"{folder}: a directory without pictures or sounds; name files, such as"
+            f" '{folder}/*.jsonl'"
+        )
+    for each in names:
+        if (source := _find_source(each, FILES)) is not None:
+            yield source
+
+
+def _join_files(name: str, sources: Sequence[Source]) -> Iterator[Source]:
+    """Makes one source of the files of a name that are rows, and leaves the others as they are.
+
+    Args:
+        name: As the user has it: of a file, of a folder, or a pattern.
+        sources: What it stands for.
+    """
+    files = [each for each in sources if each.format == FILES]
+    if files:
+        names = _relative_names(name, files)
+        named = [replace(each, name=row) for each, row in zip(files, names, strict=True)]
+        rows = "".join(f"{each.name}\0{each.version}\0" for each in named)
+        yield Source(
+            name,
+            FILES,
+            sum(each.size_bytes or 0 for each in files),
+            version=hashlib.sha256(rows.encode(errors="surrogateescape")).hexdigest(),
+            files=named,
+        )
+    yield from (each for each in sources if each.format != FILES)
+
+
+def _relative_names(name: str, files: Sequence[Source]) -> Iterator[str]:
+    """The paths of files below a folder, the fixed part of a pattern, or their own folder."""
+    base = name
+    while base and (glob.has_magic(base) or base == files[0].name):
+        base = os.path.dirname(base)
+    if files[0].remote is None:
+        return (os.path.relpath(each.name, base or ".") for each in files)
+    top = find_remote(base).path
+    return (posixpath.relpath(each.remote.path, top) for each in files)
 
 
 def is_url(name: str | Path) -> bool:
@@ -224,8 +308,11 @@ def _expand(name: str) -> list[str]:
     return sorted(matches)
 
 
-def _find_source(name: str, format_: str | None) -> Source:
+def _find_source(name: str, format_: str | None) -> Source | None:
+    """The file of a name; None if it is a folder."""
     if name == STANDARD_STREAM:
+        if format_ == FILES:
+            raise DatasetError("standard input is no folder of files; name one, or a pattern")
         return Source("standard input", _choose_format(name, format_), None)
     with naming_errors(name, "read"):
         if is_url(name):
@@ -241,9 +328,7 @@ def _find_source(name: str, format_: str | None) -> Source:
             size_bytes = status.st_size if S_ISREG(status.st_mode) else None
             version = f"{status.st_size} {status.st_mtime_ns}"
             source = Source(name, "", size_bytes, path, version=version)
-    if is_folder:
-        raise DatasetError(f"{name}: a directory; name files, such as '{name}/*.jsonl'")
-    return replace(source, format=_choose_format(name, format_))
+    return None if is_folder else replace(source, format=_choose_format(name, format_))
 
 
 def _choose_format(name: str, given: str | None) -> str:
@@ -251,10 +336,16 @@ def _choose_format(name: str, given: str | None) -> str:
         raise DatasetError(f"format {given!r}: unknown; there are {', '.join(FORMATS)}")
     if given is not None or name == STANDARD_STREAM:
         return given or "jsonl"
-    extension = PurePath(split_compression(name)[0].lower()).suffix
+    extension = _find_extension(name)
+    if extension in MEDIA_EXTENSIONS:
+        return FILES
     if extension not in EXTENSIONS:
         raise DatasetError(
             f"{name}: {extension or 'no extension'} tells no format;"
             f" name it with --format: {', '.join(FORMATS)}"
         )
     return EXTENSIONS[extension]
+
+
+def _find_extension(name: str) -> str:
+    return PurePath(split_compression(name)[0].lower()).suffix

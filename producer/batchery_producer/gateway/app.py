@@ -14,11 +14,20 @@ from starlette.routing import Route
 
 from batchery.settings import Settings
 from batchery_producer.gateway import process_batch
+from batchery_producer.gateway.bodies import FORM_BYTES
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.problems import ERRORS, Kind, Problem, answer, build_problem
-from batchery_producer.gateway.routes import cohere, completions, openai, operations, tasks, tei
+from batchery_producer.gateway.routes import (
+    audio,
+    cohere,
+    completions,
+    openai,
+    operations,
+    tasks,
+    tei,
+)
 from batchery_producer.gateway.running import Gateway, running
 
 #: Kinds of the statuses that the framework itself answers with.
@@ -34,6 +43,7 @@ FRAMEWORK_KINDS = {
 ROUTERS = (
     openai.router,
     openai.plain_router,
+    audio.router,
     completions.router,
     cohere.router,
     tei.router,
@@ -96,6 +106,11 @@ def make_app(
         settings=settings.gateway,
         measurements=measurements,
         routes=[each.path for each in list_routes()],
+        uploads={
+            openai.FILES_URL: settings.gateway.max_file_bytes,
+            # A form has more than its file.
+            **dict.fromkeys(audio.URLS, settings.media.max_bytes + FORM_BYTES),
+        },
     )
     return web
 

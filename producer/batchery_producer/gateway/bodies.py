@@ -1,13 +1,15 @@
-"""Bodies of JSON: what is in one is counted before it is parsed, and its first error ends it."""
+"""Bodies of JSON and forms: bounded before they are parsed; the first error ends one."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 from pydantic_core import from_json
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -106,6 +108,35 @@ async def parse(body: bytes) -> Any:
     return found
 
 
+# Forms
+
+
+#: Fields of a form, more than any route has; bytes of each but the file; and of all but the file.
+MAX_FORM_FIELDS, FIELD_BYTES, FORM_BYTES = 50, 16_384, 1 << 20
+
+
+@asynccontextmanager
+async def open_form(request: Request) -> AsyncIterator[FormData]:
+    """The fields of a form, one of which may be a file; it is gone at the end of the block.
+
+    Not by FastAPI, which would hide why the guard refuses the rest of a body.
+
+    Raises:
+        Problem: It comes from a page of another origin, or has another charset.
+        HTTPException: It is no form, or larger.
+    """
+    origin, about = request.headers.get("origin"), request.headers.get("content-type", "").lower()
+    # A browser does not ask us first, as for JSON.
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise Problem(Kind.FORBIDDEN, f"pages of {origin!r:.100} may not send files")
+    # Some charsets take the square of a length to decode, while the event loop stands still.
+    if "charset" in about.partition(";")[2] and "utf-8" not in about:
+        raise Problem(Kind.INVALID, "the form's charset must be utf-8; leave it out")
+    limits = {"max_files": 1, "max_fields": MAX_FORM_FIELDS, "max_part_size": FIELD_BYTES}
+    async with request.form(**limits) as form:
+        yield form
+
+
 # Fields that several APIs have
 
 
@@ -120,6 +151,22 @@ ModelName = Annotated[
     Query(description="Name or alias of a model; the first one that fits if missing."),
 ]
 
+
+#: A text, a picture or a sound, as Jina has them.
+MediaObject = Annotated[
+    dict[Literal["text", "image", "audio"], str], Field(min_length=1, max_length=1)
+]
+
+#: The same as `Inputs`, or objects in the list.
+MediaInputs = Annotated[
+    str | list[TokenId] | list[str | list[TokenId] | MediaObject],
+    expected("a text, a list of token ids, or a list of texts, token ids or media"),
+    Field(
+        description="A text, token ids, or a list of either; or of objects with `text`, `image` or"
+        " `audio`: a URL, a data URL or base64.",
+        examples=["the cat", ["the cat", "a dog"], [{"image": "https://shop.example/cat.jpg"}]],
+    ),
+]
 
 #: A text, token ids of the model's own tokenizer, or a list of either.
 Inputs = Annotated[

@@ -59,7 +59,6 @@ class Caller:
         max_stored_bytes: Bytes of all files.
         max_open_batches: Batches that are not over.
         in_flight: Requests from their head until their answer is read, in this process.
-        kept_bytes: Bytes of bodies and unread answers in memory.
         long_work: Held while a thread works on one of them.
     """
 
@@ -73,7 +72,6 @@ class Caller:
     max_stored_bytes: int = 0
     max_open_batches: int = 0
     long_work: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
-    kept_bytes: int = field(default=0, compare=False)
 
     def check(self, items: int, chars: int, came_bytes: int | None = None) -> None:
         """Makes sure that a request is not too large, and does not make a large one of itself.

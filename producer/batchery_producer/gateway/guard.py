@@ -7,7 +7,9 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,9 +27,6 @@ REQUEST_ID_HEADER = b"x-request-id"
 OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_PREFIX = "/page/"
 
-#: Bodies of this path may be as large as a file, and are not kept in memory.
-FILES_PATH = "/v1/files"
-
 #: In how many seconds to come again where too many requests are in flight.
 BUSY_RETRY_S = 1.0
 
@@ -36,6 +35,9 @@ MAX_BUFFERED_BYTES = 512 << 20
 
 #: What each caller may have of them in any case.
 MIN_SHARE_BYTES = 1 << 20
+
+#: Maximum bytes of uploads whose requests have no answer, in this process: on disk or in Redis.
+MAX_UPLOADED_BYTES = 2 << 30
 
 
 class Guard:
@@ -49,6 +51,7 @@ class Guard:
         settings: GatewaySettings,
         measurements: Measurements,
         routes: Iterable[str] = (),
+        uploads: Mapping[str, int] | None = None,
     ) -> None:
         """Wraps an application.
 
@@ -58,14 +61,19 @@ class Guard:
             settings: How much they may ask for.
             measurements: Where requests are counted.
             routes: The paths of all routes, as templates; all others are one.
+            uploads: Maximum bytes of bodies that are not kept in memory, by path.
         """
+        self._upload_bytes = uploads or {}
         self._app = app
         self._routes = frozenset(routes)
         self._callers = callers
         self._settings = settings
         self._measurements = measurements
         self._hosts = frozenset(settings.hosts)
-        self._buffer = Buffer(MAX_BUFFERED_BYTES)
+        self._buffer = Buffer(MAX_BUFFERED_BYTES, MIN_SHARE_BYTES)
+        # Any caller may have one upload, however large.
+        largest_bytes = max(self._upload_bytes.values(), default=0)
+        self._uploads = Buffer(MAX_UPLOADED_BYTES, largest_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers why not."""
@@ -120,17 +128,22 @@ class Guard:
         scope["state"]["caller"] = caller
         if caller.in_flight >= caller.max_concurrency:
             raise _busy(f"{caller.in_flight} requests of {caller.name} are in flight, the maximum")
-        body = Body(receive, self._settings, is_file=path == FILES_PATH)
+        is_file = path in self._upload_bytes
+        max_bytes = self._upload_bytes.get(path, self._settings.max_body_bytes)
+        buffer = self._uploads if is_file else self._buffer
+        keep = partial(buffer.keep, caller)
+        body = Body(receive, max_bytes, self._settings.body_timeout_s, keep, is_file=is_file)
         caller.in_flight += 1
         try:
             body.check_length(headers.get(b"content-length", b"0"))
-            if not body.is_file:
-                await body.read(self._buffer, caller)
+            if not is_file:
+                await body.read()
             await self._app(scope, body.receive, send)
-            await self._wait_read(scope["extensions"][EXTENSION], caller, body.kept_bytes)
+            kept_bytes = 0 if is_file else body.received_bytes
+            await self._wait_read(scope["extensions"][EXTENSION], caller, kept_bytes)
         finally:
             caller.in_flight -= 1
-            self._buffer.keep(caller, -body.kept_bytes)
+            keep(-body.received_bytes)
 
     async def _wait_read(self, connection: Connection, caller: Caller, kept_bytes: int) -> None:
         """Has a request in flight until its answer is read, which is in memory as long."""
@@ -140,7 +153,7 @@ class Guard:
         try:
             # Any caller may have one answer, however large.
             if not self._buffer.keep(caller, unsent_bytes) and (
-                caller.kept_bytes > kept_bytes + unsent_bytes
+                self._buffer.kept_bytes[caller.name] > kept_bytes + unsent_bytes
             ):
                 connection.transport.abort()
             await connection.flow.drain()
@@ -189,35 +202,57 @@ def find_problem(error: BaseException) -> Problem:
 
 
 class Buffer:
-    """How many bytes are in memory, and for whom.
+    """How many bytes are in memory, or elsewhere, and for whom.
 
     A caller may have as many as are left free: alone, half of all; beside another one, a third. So
     whoever comes finds room, and who has most is refused.
+
+    Attributes:
+        kept_bytes: What each caller has, by name.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._free_bytes = max_bytes
+    def __init__(self, max_bytes: int, min_share_bytes: int) -> None:
+        self._free_bytes, self._min_share_bytes = max_bytes, min_share_bytes
+        self.kept_bytes = Counter[str]()
 
     def keep(self, caller: Caller, more_bytes: int) -> bool:
         """Counts bytes, or fewer if below 0; returns whether the caller may have so many."""
-        caller.kept_bytes += more_bytes
+        self.kept_bytes[caller.name] += more_bytes
         self._free_bytes -= more_bytes
-        return caller.kept_bytes <= max(self._free_bytes, MIN_SHARE_BYTES)
+        return self.kept_bytes[caller.name] <= max(self._free_bytes, self._min_share_bytes)
 
 
 class Body:
-    """The body of a request, of limited size, within limited time."""
+    """The body of a request, of limited size, within limited time.
 
-    def __init__(self, receive: Receive, settings: GatewaySettings, *, is_file: bool) -> None:
-        """Starts its time; a file has as much from each part to the next."""
-        self._receive, self._timeout_s, self.is_file = receive, settings.body_timeout_s, is_file
-        self._max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
+    Attributes:
+        received_bytes: What has come of it.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        max_bytes: int,
+        timeout_s: float,
+        keep: Callable[[int], bool],
+        *,
+        is_file: bool,
+    ) -> None:
+        """Starts its time.
+
+        Args:
+            receive: Of the server.
+            max_bytes: Of all of it.
+            timeout_s: How long it may take, in seconds; a file, from each part to the next.
+            keep: Counts the bytes of each part; returns whether its caller may have them.
+            is_file: Whether it is one.
+        """
+        self._receive, self._timeout_s, self._is_file = receive, timeout_s, is_file
+        self._max_bytes, self._keep = max_bytes, keep
         self._ends_s = asyncio.get_running_loop().time() + self._timeout_s
-        self._received_bytes = 0
+        self.received_bytes = 0
         self._is_whole = False
         self._content: bytes | None = None
-        #: What of it is in memory.
-        self.kept_bytes = 0
 
     def check_length(self, told: bytes) -> None:
         """Looks at the length that the head tells.
@@ -227,25 +262,19 @@ class Body:
         """
         self._check_size(int(told) if told.isdigit() else 0)
 
-    async def read(self, buffer: Buffer, caller: Caller) -> None:
-        """Reads it to its end, into memory.
-
-        Raises:
-            Problem: As `receive`; or this caller has too much in memory.
-        """
+    async def read(self) -> None:
+        """Reads it to its end, into memory; raises as `receive`."""
         parts: list[bytes] = []
         while not self._is_whole:
             parts.append((await self.receive()).get("body", b""))
-            self.kept_bytes += len(parts[-1])
-            if not buffer.keep(caller, len(parts[-1])):
-                raise _busy("bodies and answers of this key take its share of memory")
         self._content = b"".join(parts)
 
     async def receive(self) -> Message:
         """The next message for the application.
 
         Raises:
-            Problem: The body is too large or too slow, or the caller has hung up.
+            Problem: The body is too large or too slow, or the caller has hung up, or has too much
+                in memory.
         """
         if self._content is not None:
             content, self._content = self._content, None
@@ -260,10 +289,14 @@ class Body:
             raise Problem(Kind.TOO_SLOW, text, headers={"Connection": "close"}) from None
         if message["type"] != "http.request":
             raise Problem(Kind.GONE, "the caller has hung up")
-        self._received_bytes += len(message.get("body", b""))
-        self._check_size(self._received_bytes)
+        part_bytes = len(message.get("body", b""))
+        self.received_bytes += part_bytes
+        may_keep = self._keep(part_bytes)
+        self._check_size(self.received_bytes)
+        if not may_keep:
+            raise _busy("what this key has sent and not read takes its share of memory")
         self._is_whole = not message.get("more_body", False)
-        if self.is_file:
+        if self._is_file:
             self._ends_s = asyncio.get_running_loop().time() + self._timeout_s
         return message
 

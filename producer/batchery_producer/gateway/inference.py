@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncTask
+from batchery_producer.gateway.media import MEDIA
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, in_base64, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
@@ -39,9 +40,12 @@ def read_items(request: Request, field: str, given: str | Sequence[Any]) -> list
 
 
 def count_chars(items: Sequence[Any]) -> int:
-    """Characters of all items; of token ids, as many as there are."""
+    """Characters of all texts; of token ids, as many as there are. Media are bytes."""
     return sum(
-        sum(map(len, item.values())) if isinstance(item, dict) else len(item) for item in items
+        sum(len(text) for field, text in item.items() if field not in MEDIA)
+        if isinstance(item, dict)
+        else len(item)
+        for item in items
     )
 
 
@@ -97,8 +101,8 @@ async def embed_items(
 
     Args:
         request: Whose they are.
-        model: Of kind embedding.
-        items: Texts, or token ids.
+        model: Of a kind that makes a vector of each item.
+        items: Texts or token ids; or media.
         keywords: Of the job, without `dimensions`.
         dimensions: How many leading dimensions are kept; all of them if None.
 

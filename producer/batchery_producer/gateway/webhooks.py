@@ -6,33 +6,20 @@ go, and how it is made.
 """
 
 import asyncio
-import socket
 import ssl
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 
 import httpx2
 from standardwebhooks import Webhook
 
+from batchery.addresses import NotPublic, is_named, send_checked
 from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import Store, TaskRecord, TaskRecords, has_ended, to_json
 
 # Where results may be posted to
-
-
-#: Where a network that has IPv6 alone finds the IPv4 address in the last 32 bits.
-NAT64 = IPv6Network("64:ff9b::/96")
-
-#: Networks that Python calls global though their addresses may lead to a private one: of IPv4 (two
-#: old forms, local NAT64, Teredo, 6to4), or of a site.
-HIDING_NETWORKS = (
-    *("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48"),
-    *("2001::/32", "2002::/16", "fec0::/10"),
-)
 
 
 def find_target(url: str, hosts: Sequence[str]) -> httpx2.URL:
@@ -58,47 +45,9 @@ def find_target(url: str, hosts: Sequence[str]) -> httpx2.URL:
         raise _refused("expected https://HOST/PATH or http://HOST/PATH")
     if target.userinfo:
         raise _refused("must not have a user or a password; the receiver checks our signature")
-    address = _address(host)
-    names = {each.lower() for each in hosts}
-    if not (host in names if address is None else _is_listed(address, hosts)):
+    if not is_named(host, hosts):
         raise _refused(f"host {host!r:.100} is not allowed; see the setting gateway.webhook_hosts")
     return target
-
-
-def may_connect(address: str, hosts: Sequence[str]) -> bool:
-    """Whether a host's address may be connected to: a public one, or one that is listed.
-
-    Args:
-        address: What the host's name was looked up to.
-        hosts: As in `find_target`.
-    """
-    found = _address(address)
-    return found is not None and (_is_public(found) or _is_listed(found, hosts))
-
-
-def _is_listed(address: IPv4Address | IPv6Address, networks: Iterable[str]) -> bool:
-    """Whether an address, or a network that it is in, is listed; names are none."""
-    for each in networks:
-        with suppress(ValueError):
-            if address in ip_network(each, strict=False):
-                return True
-    return False
-
-
-def _address(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        found = ip_address(text.partition("%")[0])
-    except ValueError:
-        return None
-    # A system connects to the IPv4 address that is inside.
-    return getattr(found, "ipv4_mapped", None) or found
-
-
-def _is_public(address: IPv4Address | IPv6Address) -> bool:
-    if address in NAT64:
-        address = IPv4Address(int(address) % 2**32)
-    is_hidden = _is_listed(address, HIDING_NETWORKS)
-    return address.is_global and not address.is_multicast and not is_hidden
 
 
 def _refused(why: str) -> Problem:
@@ -145,7 +94,6 @@ def post(
     """
     now = datetime.now(UTC)
     headers = {
-        "Host": target.netloc.decode(),
         "Content-Type": "application/json",
         "User-Agent": "batchery",
         "webhook-id": message_id,
@@ -170,37 +118,17 @@ async def _post(
     # No proxy of the environment: it would connect to whatever address it finds.
     client = httpx2.AsyncClient(verify=ssl.create_default_context(), trust_env=False)
     async with asyncio.timeout(DEADLINE_S), client:
-        addresses = await _look_up(target, hosts)
-        timeout = httpx2.Timeout(DEADLINE_S, connect=DEADLINE_S / len(addresses))
-        failed: Exception | None = None
-        for address in addresses:
-            try:
-                async with client.stream(
-                    "POST",
-                    target.copy_with(host=address),
-                    content=body,
-                    headers=headers,
-                    timeout=timeout,
-                    extensions={"sni_hostname": target.host},
-                ) as answer:
-                    return int(answer.status_code)
-            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-                failed = error  # Somebody may listen at the next one.
-    raise Undeliverable(f"{', '.join(addresses)}: {failed or 'no connection'}")
-
-
-async def _look_up(target: httpx2.URL, hosts: Sequence[str]) -> list[str]:
-    """The addresses of a host that may be connected to; raises an `Undeliverable` without any."""
-    look_up = asyncio.get_running_loop().getaddrinfo
-    found = await look_up(target.host, None, type=socket.SOCK_STREAM)
-    addresses = [str(each[4][0]) for each in found]
-    allowed = [each for each in addresses if may_connect(each, hosts)]
-    if not allowed:
-        raise Undeliverable(
-            f"{target.host} has the addresses {', '.join(addresses)}, which are not public; list"
-            " them in gateway.webhook_hosts"
-        )
-    return allowed
+        try:
+            sending = send_checked(
+                *(client, "POST", target, hosts),
+                headers=headers,
+                content=body,
+                timeout_s=DEADLINE_S,
+            )
+            async with sending as answer:
+                return int(answer.status_code)
+        except NotPublic as error:
+            raise Undeliverable(f"{error}; list them in gateway.webhook_hosts") from error
 
 
 # The webhook of a task

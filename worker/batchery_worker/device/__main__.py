@@ -8,9 +8,9 @@ import sys
 from celery.result import denied_join_result
 
 from batchery_worker.device.device import Device, begin, run_or_die
-from batchery_worker.device.lifetime import end_process, leave_signals_to_parent, open_pipe
 from batchery_worker.device.orders import listen
 from batchery_worker.ipc.framing import read_frame
+from batchery_worker.ipc.lifetime import end_process, leave_signals_to_parent, open_pipe
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs
 from batchery_worker.ipc.messages import Setup, load_message
 

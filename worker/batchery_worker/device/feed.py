@@ -28,6 +28,7 @@ from batchery.transport.codec import read_json, reads_kombus_json
 from batchery.transport.lease_store import RETURN_AHEAD_S, LeaseStore
 from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
 from batchery_worker.batch import DeviceBatch
+from batchery_worker.device.fetcher import Part
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
@@ -104,21 +105,34 @@ def _guarded(function: Callable[[], None]) -> None:
 class Workload:
     """What the fetch must know of the jobs that are here; see `fetcher`."""
 
-    def __init__(self, feed: "Feed", sizes: Mapping[str, Mapping[str, int]]) -> None:
-        self._feed = feed
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        sizes: Mapping[str, Mapping[str, int]],
+        classes: Mapping[int, str],
+    ) -> None:
+        """Knows how many jobs of each task are a batch, by queue, and classes by their levels."""
+        self._dispatcher = dispatcher
         self._sizes = sizes
+        self._classes = classes
+        self._tasks = {queue: frozenset(each) for queue, each in sizes.items()}
 
     def count_free(self) -> int:
         """How many jobs could begin at once."""
-        return self._feed.dispatcher.count_free()
+        return self._dispatcher.count_free()
 
     def find_jobs(self, queue: str) -> frozenset[str]:
         """The tasks whose jobs come by a queue."""
-        return frozenset(self._sizes[queue])
+        return self._tasks[queue]
 
     def limit_for(self, queue: str, level: int) -> int:
         """How many more jobs of a queue and of the class that begins at a priority to take."""
-        return self._feed.dispatcher.count_wanted(self._sizes[queue], level)
+        return self._dispatcher.count_wanted(self._sizes[queue], self._classes[level])
+
+    def is_short_of(self, part: Part) -> bool:
+        """Whether jobs of a part are wanted, as too few are here for a batch of them alone."""
+        sizes = self._sizes.get(part.queue, {})
+        return self._dispatcher.is_short_of(sizes, self._classes[part.level])
 
 
 class Feed:
@@ -173,7 +187,7 @@ class Feed:
         self.is_stopping = False
         #: Set when the main thread has seen that nothing more comes.
         self.closed = threading.Event()
-        settings = get_installation(app).settings
+        self._settings = settings = get_installation(app).settings
         self.turns = Turns(self._wake, self._postpone)
         sizes = (size for each in jobs.sizes.values() for size in each.values())
         self.dispatcher = Dispatcher(
@@ -233,7 +247,9 @@ class Feed:
 
     def _serve(self, jobs: JobsSetup) -> None:
         self._jobs = jobs
-        self.source.workload = Workload(self, jobs.sizes)
+        classes = {each.level: name for name, each in self._settings.classes.items()}
+        self._workload = Workload(self.dispatcher, jobs.sizes, classes)
+        self.source.workload = self._workload
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
@@ -401,10 +417,8 @@ class Feed:
         """
         if not self._is_behind or self.is_stopping or not self.source.is_connected:
             return False
-        return self.dispatcher.holds_part or any(
-            self.dispatcher.is_short_of(self._jobs.sizes[part.queue], part.level)
-            for part in self.source.rich_parts
-        )
+        is_short_of = self._workload.is_short_of
+        return self.dispatcher.holds_part or any(map(is_short_of, self.source.rich_parts))
 
     @property
     def _is_due(self) -> bool:

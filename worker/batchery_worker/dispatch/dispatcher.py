@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from statistics import fmean
@@ -30,6 +30,7 @@ from batchery_worker.commit.eligibility import CommitEligibility, piece_context
 from batchery_worker.commit.listeners import call_before, listens_before
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.admission import Admission
+from batchery_worker.dispatch.being_read import JobsBeingRead
 from batchery_worker.dispatch.held import HeldBatches
 from batchery_worker.dispatch.poison import PoisonDetector, find_culprits
 from batchery_worker.dispatch.recycling import RecyclingLimits
@@ -52,6 +53,10 @@ LATE_GRAIN_S = 0.005
 #: Maximum number of batches that were computed and are not settled, before another one is begun; of
 #: jobs in slots, as many as there are slots.
 MAX_UNSETTLED = 2
+
+#: How many batches of a task are read ahead: one is due, and some items of the others may have to
+#: wait for a host that is slow.
+READ_BATCHES = 4
 
 #: Why a device cannot run a job that came by another queue than that of its task.
 NO_DEVICE = (
@@ -118,6 +123,7 @@ class Dispatcher:
         shared = self._metrics, self._in_flight, call_soon
         self._settlement = Settlement(app, settings.completion_threads, *shared)
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
+        self._being_read = JobsBeingRead(app, setup, call_soon, self._admit_read)
         limits = settings.device_max_jobs, settings.device_max_memory_bytes
         self._recycling = RecyclingLimits(*limits) if any(limits) else None
         self._batch_ids = itertools.count(1)
@@ -153,7 +159,14 @@ class Dispatcher:
         self.take_in(job)
 
     def take_in(self, job: Job[TaskCall]) -> None:
-        """Takes a job in that was read."""
+        """Takes a job in; its items may have to be read first."""
+        if self._being_read.reads(job.key.task):
+            self._being_read.add(job)
+        else:
+            self._admit_read(job)
+
+    def _admit_read(self, job: Job[TaskCall]) -> None:
+        """Takes a job in whose items a batch may have."""
         if job.payload.is_plain:
             self._scheduler.admit(job)
         else:
@@ -165,7 +178,7 @@ class Dispatcher:
 
     def list_calls(self) -> list[TaskCall]:
         """The calls of all jobs that are here."""
-        return [*self._in_flight, *(job.payload for job in self._scheduler)]
+        return [*self._in_flight, *(job.payload for job in self._list_waiting())]
 
     def list_begun(self) -> list[TaskCall]:
         """The calls of all jobs that have begun, and are not settled."""
@@ -174,10 +187,15 @@ class Dispatcher:
     def forget_waiting(self) -> None:
         """Drops every job that has not begun: the broker will deliver it again."""
         self._scheduler.clear()
+        self._being_read.clear()
+
+    def _list_waiting(self) -> Iterator[Job[TaskCall]]:
+        """All jobs that are here, and have not begun."""
+        return itertools.chain(self._scheduler, self._being_read)
 
     def find_wanted(self) -> frozenset[str]:
         """The tasks whose jobs wait."""
-        return frozenset(job.key.task for job in self._scheduler)
+        return frozenset(job.key.task for job in self._list_waiting())
 
     # What is wanted of the broker
 
@@ -202,21 +220,22 @@ class Dispatcher:
             return 0
         idle_size = 0 if self.held.batches else self._max_batch_size
         free = self.held.free_slots if self.held.slots else idle_size
-        return max(0, free - len(self._scheduler))
+        return max(0, free - len(self._scheduler) - len(self._being_read))
 
-    def count_wanted(self, sizes: Mapping[str, int], level: int) -> int:
+    def count_wanted(self, sizes: Mapping[str, int], name: str) -> int:
         """How many more jobs to take: a batch if the device is idle, or soon will be.
 
-        While short batches run it is some batches more, as to ask for each one would be felt.
+        While short batches run it is some batches more, as to ask for each one would be felt; and
+        always so of items that must be read first.
 
         Args:
             sizes: Maximum batch size of each task whose jobs count, by its name.
-            level: First priority of the class.
+            name: The class.
         """
         if self._is_over or self._is_blocked:
             return 0
-        held, name = self.held, self._settings.find_class(level)
-        if not (held.slots or held.batches or self._scheduler.holds_any):
+        held = self.held
+        if not (held.slots or held.batches or self._scheduler.holds_any or self._being_read):
             return sum(self._count_jobs_of(task, name, size) for task, size in sizes.items())
         if held.slots:
             batches = held.free_slots or self._count_turns(name)
@@ -224,10 +243,18 @@ class Dispatcher:
             is_ahead = held.in_turn and self._times.are_short(sizes)
             batches = 1 + AHEAD_BATCHES * bool(is_ahead)
         else:
+            batches = 0
+        return max(0, sum(self._count_more(*each, name, batches) for each in sizes.items()))
+
+    def _count_more(self, task: str, size: int, name: str, batches: int) -> int:
+        """How many more jobs of a task and class to take, if so many batches may be here."""
+        here = self._scheduler.count_items(task, name)
+        if self._being_read.reads(task):
+            batches += self.held.slots or READ_BATCHES
+            here += self._being_read.count_items(task, name)
+        elif not batches:
             return 0
-        count = self._scheduler.count_items
-        wanted = {task: batches * size - count(task, name) for task, size in sizes.items()}
-        return max(0, sum(self._count_jobs_of(task, name, each) for task, each in wanted.items()))
+        return self._count_jobs_of(task, name, batches * size - here)
 
     def _count_jobs_of(self, task: str, name: str, items: int) -> int:
         """How many jobs of a task and class have so many items, if they are as large as of late."""
@@ -241,21 +268,25 @@ class Dispatcher:
             items = [job.items for job in formed.jobs if job.lane.priority_class == name]
             self._job_items[formed.jobs[0].key.task, name] = fmean(items)
 
-    def is_short_of(self, sizes: Mapping[str, int], level: int) -> bool:
+    def is_short_of(self, sizes: Mapping[str, int], name: str) -> bool:
         """Whether jobs of a class are wanted, as too few are here for a batch of them alone.
 
         Args:
             sizes: As of `count_wanted`.
-            level: First priority of the class.
+            name: The class.
         """
-        name, count = self._settings.find_class(level), self._scheduler.count_items
+        count = self._scheduler.count_items
         has_few = any(count(task, name) < size for task, size in sizes.items())
-        return has_few and self.count_wanted(sizes, level) > 0
+        return has_few and self.count_wanted(sizes, name) > 0
 
     def find_oldest_s(self) -> float | None:
         """When the oldest job came that cannot begin now; None if there is none."""
+        if self._is_over:
+            return None
         may_begin = not self._is_blocked and (self.held.free_slots or not self.held.batches)
-        return None if self._is_over or may_begin else self._scheduler.oldest_held_s()
+        held_s = None if may_begin else self._scheduler.oldest_held_s()
+        oldest_s = min(inf if held_s is None else held_s, self._being_read.oldest_s())
+        return None if oldest_s == inf else oldest_s
 
     def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> None:
         """Offers the jobs that came before a time to other devices.
@@ -270,11 +301,13 @@ class Dispatcher:
         kept = is_kept * max((job.limits.max_batch_size for job in held), default=0)
         old = [
             job
-            for job in held[kept:]
+            for job in (*held[kept:], *self._being_read.list_waiting())
             if job.arrived_s <= before_s and job.payload.lease is not None
         ]
         given = give([job.payload for job in old]) if old else ()
-        self._scheduler.remove(job for job in old if job.payload in given)
+        gone = [job for job in old if job.payload in given]
+        self._scheduler.remove(gone)
+        self._being_read.remove(gone)
 
     def _wants_batch(self, now_s: float) -> bool:
         """Whether the device is idle, or will soon need a batch that is not there yet."""
@@ -314,7 +347,8 @@ class Dispatcher:
         """What the device gets now: a batch, or an order for one that it has; None for nothing."""
         if self._cancels:
             return self._cancels.popleft()
-        if self._is_over or not self._scheduler.holds_any:
+        self._read_ahead()
+        if self._is_over or not (self._scheduler.holds_any or self._being_read):
             return None
         if self._unsettled > max(MAX_UNSETTLED, self.held.slots):
             # Redis is away, or slow: results would pile up.
@@ -333,6 +367,13 @@ class Dispatcher:
         self._give_up_late(now_s)
         return None
 
+    def _read_ahead(self) -> None:
+        """Has the items of the next jobs read, as far as there is room for them."""
+        reads, size = self._being_read.reads, self._max_batch_size
+        if self._being_read and not self._is_over:
+            held = sum(job.items for job in self._scheduler if reads(job.key.task))
+            self._being_read.begin(held, max(self.held.slots, READ_BATCHES * size))
+
     def find_due_s(self) -> float:
         """When to ask for the next batch although nothing else has happened; infinity for never.
 
@@ -342,9 +383,11 @@ class Dispatcher:
         A job that has waited long enough by now waits for something else, such as the end of a job
         that must run alone. Coming back for it would mean coming back at once, for ever.
         """
+        now_s, times_s = monotonic(), list[float]()
+        if self._settings.shed_late:
+            times_s.append(self._being_read.late_s() + LATE_GRAIN_S)
         if not self._scheduler.holds_any:
-            return inf
-        now_s, times_s = monotonic(), []
+            return min((time_s for time_s in times_s if time_s > now_s), default=inf)
         if self.held.has_room:
             in_turn, wake_s = self.held.in_turn, self._scheduler.wake_s()
             times_s.append(self._find_next_s() if in_turn else inf if wake_s is None else wake_s)
@@ -415,7 +458,9 @@ class Dispatcher:
 
     def _give_up_late(self, now_s: float) -> None:
         """Fails the jobs that cannot make their deadline, before they cost anything."""
-        for job in self._scheduler.take_late(now_s) if self._settings.shed_late else ():
+        if not self._settings.shed_late:
+            return
+        for job in (*self._scheduler.take_late(now_s), *self._being_read.take_late(now_s)):
             self._metrics.shed_jobs += 1
             call = job.payload
             if self._in_flight.wants(call):
@@ -616,16 +661,17 @@ class Dispatcher:
     def stop(self) -> None:
         """Drops what waits, which goes back to its queue; what is on the device is finished."""
         self._is_over = True
-        self._scheduler.clear()
+        self.forget_waiting()
 
     def finish(self) -> None:
         """Ends the threads that complete jobs."""
         self._settlement.stop()
+        self._being_read.close()
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect stats` and `celery inspect batchery` show of the device."""
         now_s = monotonic()
-        oldest_s = min((job.sent_s for job in self._scheduler), default=None)
+        oldest_s = min((job.sent_s for job in self._list_waiting()), default=None)
         device = {
             "state": "ready",
             "pid": os.getpid(),
@@ -637,7 +683,7 @@ class Dispatcher:
             "devices": {self._setup.name: device},
             "costs": self._scheduler.costs.figures(),
             "clock_s": round(now_s, 3),
-            "waiting": len(self._scheduler),
+            "waiting": len(self._scheduler) + len(self._being_read),
             "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
             "waiting_by_queue": self._count_by_queue(now_s),
             "batches": self._metrics.snapshot(),
@@ -646,7 +692,7 @@ class Dispatcher:
     def _count_by_queue(self, now_s: float) -> dict[str, dict[str, Any]]:
         """`jobs` and `oldest_s` of each queue whose jobs wait for the device."""
         found: dict[str, dict[str, Any]] = {}
-        for job in self._scheduler:
+        for job in self._list_waiting():
             queue = found.setdefault(_find_queue(job.payload), {"jobs": 0, "oldest_s": 0.0})
             queue["jobs"] += 1
             queue["oldest_s"] = max(queue["oldest_s"], round(now_s - job.sent_s, 3))

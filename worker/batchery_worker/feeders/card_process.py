@@ -23,10 +23,10 @@ import numpy as np
 from batchery import errors
 from batchery.errors import ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.device.lifetime import end_process, leave_signals_to_parent, open_pipe
 from batchery_worker.device.start import check_device, find_memory, refuse_start
 from batchery_worker.feeders.memory import Computed, Hello, Request, SharedRows
 from batchery_worker.ipc.framing import read_frame, write_frame
+from batchery_worker.ipc.lifetime import end_process, leave_signals_to_parent, open_pipe
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs
 from batchery_worker.ipc.messages import (
     Ready,

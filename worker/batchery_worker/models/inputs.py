@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from batchery.errors import ONE_JOB_EACH, InvalidItem
 from batchery.outcomes import Failed
@@ -163,6 +163,72 @@ class ClassificationKeywords(TextKeywords):
     raw_scores: bool = False
 
 
+class ImageEmbeddingKeywords(Keywords):
+    """Keywords of a job for the vector of a picture, or of a text beside pictures.
+
+    Attributes:
+        normalize: Scale each vector to length 1; None for the setting of that name.
+        dimensions: Keep only this many leading dimensions, at least 1; None for the setting of that
+            name.
+        encoding: `float` for a list of numbers, `base64` for their bytes as little-endian float32.
+    """
+
+    normalize: bool | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    encoding: Literal["float", "base64"] = "float"
+
+
+class ImageClassificationKeywords(Keywords):
+    """Keywords of a job that labels a picture.
+
+    Attributes:
+        top_k: Also tell the scores of this many labels, at least 1, likeliest first.
+        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
+    """
+
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    raw_scores: bool = False
+
+
+class ZeroShotKeywords(Keywords):
+    """Keywords of a job that labels a picture with labels of its own.
+
+    Attributes:
+        labels: What the picture may show; 1 to 1,000 texts.
+        template: The text whose `{}` is replaced by each label, and that is compared with the
+            picture.
+        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
+    """
+
+    labels: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    template: str = "This is a photo of {}."
+    raw_scores: bool = False
+
+    @field_validator("labels")
+    @classmethod
+    def _differ(cls, labels: list[str]) -> list[str]:
+        if len(set(labels)) < len(labels) or len(labels) > MAX_LABELS:
+            raise ValueError(f"must be at most {MAX_LABELS} that differ")
+        return labels
+
+    @field_validator("template")
+    @classmethod
+    def _has_place(cls, template: str) -> str:
+        if template.count("{}") != 1:
+            raise ValueError("must have {} once, for the label")
+        return template
+
+
+class DetectionKeywords(Keywords):
+    """Keywords of a job that finds objects in a picture.
+
+    Attributes:
+        threshold: Tell only of objects with a higher score, 0 to 1.
+    """
+
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+
 class RerankKeywords(TextKeywords):
     """Keywords of a reranking job.
 
@@ -172,6 +238,9 @@ class RerankKeywords(TextKeywords):
 
     raw_scores: bool = False
 
+
+#: Maximum number of labels of a picture.
+MAX_LABELS = 1_000
 
 #: Maximum number of stop strings, of texts per job, and of likeliest tokens that are told.
 MAX_STOPS, MAX_TEXTS, MAX_LIKELIEST = 16, 64, 20
@@ -211,6 +280,29 @@ class GenerationKeywords(Keywords):
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class TranscriptionKeywords(Keywords):
+    """Keywords of a transcription job. A CTC model has `timestamps` alone.
+
+    Attributes:
+        language: What is spoken, as a code (`en`) or an English name; None to have it found out for
+            each window.
+        task: `transcribe` writes it down, `translate` translates it to English.
+        prompt: A text that the recording might follow: how names are written, and in which style.
+        timestamps: `segment`, `word` for those of words as well, or `none`, which is a little
+            faster. None for segments, if the model knows times.
+        beams: How many ways to write a window are followed at a time, 1 to 8; None for the model's
+            own number, which is 5 if it has none, as in transformers' pipeline.
+        temperature: From 0, where the likeliest tokens are taken, to 1, where they are drawn.
+    """
+
+    language: str | None = None
+    task: Literal["transcribe", "translate"] = "transcribe"
+    prompt: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    timestamps: Literal["segment", "word", "none"] | None = None
+    beams: Annotated[int, Field(ge=1, le=8)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 K = TypeVar("K", bound=Keywords)

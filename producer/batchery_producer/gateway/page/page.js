@@ -13,6 +13,18 @@ const SHOWN_FILES = 10;
 // Kinds of models that take more than a text.
 const MORE = {
   rerank: { name: "Query", example: "What was delicious?" },
+  zero_shot_image_classification: { name: "Labels, with commas between them", example: "a cat, a dog" },
+};
+
+// Kinds of models that take files, and what a file chooser shows for them.
+const FILES = {
+  image_embedding: "image",
+  image_classification: "image",
+  zero_shot_image_classification: "image",
+  object_detection: "image",
+  audio_classification: "audio",
+  audio_embedding: "audio",
+  transcription: "audio",
 };
 
 // What a call of each kind of model posts, and where; all others can be tried as this page does.
@@ -21,6 +33,8 @@ const CALLS = {
   sparse_embedding: (model) => ["/embed_sparse", { model, inputs: "The food was delicious" }],
   multi_vector_embedding: (model) => ["/embed_all", { model, inputs: "The food was delicious" }],
   classification: (model) => ["/predict", { model, inputs: "The food was delicious" }],
+  image_embedding: (model) => ["/v1/embeddings", { model, input: [{ text: "food on a plate" }] }],
+  audio_embedding: (model) => ["/v1/embeddings", { model, input: [{ text: "rain on a roof" }] }],
   generation: (model) => ["/v1/chat/completions", { model, messages: chatOf("Tell me a story"), stream: true }],
   rerank: (model) => ["/v1/rerank", { model, query: MORE.rerank.example, documents: ["The food", "The rain"] }],
 };
@@ -300,11 +314,14 @@ function modelParts(model) {
 }
 
 function curlLine({ name, kind }) {
-  const wanted = wish(kind, "The food was delicious", MORE[kind]?.example ?? "");
-  const [path, body] = CALLS[kind]?.(name) ?? ["/page/try", { model: name, ...wanted }];
+  const start = `curl ${location.origin}`;
   const key = sessionStorage.getItem(KEY) ? ` -H "Authorization: Bearer $BATCHERY_KEY"` : "";
+  if (kind === "transcription") return `${start}${SPEECH}${key} -F model=${name} -F file=@call.wav`;
+  const text = FILES[kind] ? `https://shop.example/${FILES[kind]}` : "The food was delicious";
+  const wanted = wish(kind, text, MORE[kind]?.example ?? "");
+  const [path, body] = CALLS[kind]?.(name) ?? ["/page/try", { model: name, ...wanted }];
   const json = JSON.stringify(body).replaceAll("'", "'\\''");
-  return `curl ${location.origin}${path}${key} -H "Content-Type: application/json" -d '${json}'`;
+  return `${start}${path}${key} -H "Content-Type: application/json" -d '${json}'`;
 }
 
 async function copy(command, button) {
@@ -341,16 +358,47 @@ id("model").addEventListener("change", showMore);
 const kindOf = (model) => model?.dataset.kind ?? "";
 
 function showMore() {
-  const more = MORE[kindOf(id("model").selectedOptions[0])];
+  const kind = kindOf(id("model").selectedOptions[0]);
+  const [more, medium] = [MORE[kind], FILES[kind]];
+  id("file_label").hidden = !medium;
+  id("file_name").textContent = medium === "image" ? "Drop a picture here, or choose one" : "Drop a sound here, or choose one";
+  id("file").accept = medium ? `${medium}/*` : "";
+  id("file").value = "";
+  id("item_name").textContent = medium ? 'Or its URL, or {"text": "…"}' : "Text, or an item as JSON";
+  id("item").required = !medium;
+  if (medium) id("item").value = "";
   id("more_label").hidden = !more;
   id("more").required = Boolean(more);
   id("more_name").textContent = more?.name ?? "";
   id("more").value = more?.example ?? "";
 }
 
+for (const name of ["dragover", "drop"]) {
+  id("try").addEventListener(name, (event) => {
+    if (id("file_label").hidden) return;
+    event.preventDefault(); // A browser would open the file.
+    if (name === "dragover" || !event.dataTransfer.files.length) return;
+    id("file").files = event.dataTransfer.files;
+    id("try").requestSubmit();
+  });
+}
+
+id("file").addEventListener("change", () => id("try").requestSubmit());
+
+// A file as a data URL.
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
 id("try").addEventListener("submit", async (event) => {
   event.preventDefault();
   const chosen = id("model").selectedOptions[0];
+  const [file] = id("file").files;
   if (typing) {
     typing.abort();
     return;
@@ -362,20 +410,47 @@ id("try").addEventListener("submit", async (event) => {
   id("run").disabled = true;
   id("answer").replaceChildren(make("p", "Running …", "muted"));
   try {
+    if (file && kindOf(chosen) === "transcription") {
+      await transcribe(chosen.value, file);
+      return;
+    }
+    const item = file ? await dataUrl(file) : id("item").value;
     const answer = await ask("/page/try", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
         model: chosen.value,
-        ...wish(kindOf(chosen), id("item").value, id("more").value),
+        ...wish(kindOf(chosen), item, id("more").value),
       }),
     });
     id("answer").replaceChildren(...answerParts(answer));
   } catch (error) {
     id("answer").replaceChildren(make("p", error.message, "error"));
+  } finally {
+    id("run").disabled = false;
   }
-  id("run").disabled = false;
 });
+
+// Speech: the text grows as the model hears it.
+
+const SPEECH = "/v1/audio/transcriptions";
+
+async function transcribe(model, file) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries({ model, file, stream: "true" })) form.append(name, value);
+  const shown = make("pre", "", "typed");
+  const facts = make("p", "Listening …", "muted");
+  const began = performance.now();
+  const response = await send(SPEECH, { method: "POST", body: form });
+  if (!response.ok) await read(response);
+  id("answer").replaceChildren(facts, shown);
+  for await (const event of events(response)) {
+    if (event.error) throw new Refused(event.error.message, response.status);
+    if (event.delta) shown.append(event.delta);
+    else shown.textContent = event.text;
+  }
+  facts.textContent = `${file.name}, ${number(performance.now() - began)} ms`;
+}
 
 // Text generation: the answer grows as the model writes it.
 
@@ -446,7 +521,10 @@ async function* events(response) {
 function wish(kind, text, more) {
   const item = itemOf(text);
   if (kind === "rerank" && item === text) return { item: { query: more, text } };
-  return { item, keywords: kind === "classification" ? { top_k: 5 } : {} };
+  if (kind === "zero_shot_image_classification") {
+    return { item, keywords: { labels: more.split(",").map((label) => label.trim()) } };
+  }
+  return { item, keywords: kind.endsWith("classification") ? { top_k: 5 } : {} };
 }
 
 // JSON's lists and objects are items that are no text: pairs of texts, or token ids.
@@ -495,6 +573,7 @@ function linesOf(result) {
 
 // Names and scores that are shown as bars; null for another kind of result.
 function scoresOf(kind, result) {
+  if (result?.objects) return result.objects.map(({ label, score }) => [label, score]);
   if (result?.scores) return Object.entries(result.scores);
   if (kind === "rerank" && typeof result?.score === "number") return [["score", result.score]];
   return null;

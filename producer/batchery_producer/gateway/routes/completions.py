@@ -154,8 +154,20 @@ class PieceFeed:
         job_id: Id of the job, once it has begun.
     """
 
-    def __init__(self, request: Request, model: ServedModel, item: Any) -> None:
+    def __init__(
+        self,
+        request: Request,
+        model: ServedModel,
+        item: Any,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> None:
         """Prepares to read on, or a job.
+
+        Args:
+            request: Whose it is; its header may name where to read on.
+            model: Of the job.
+            item: Of the job; not used to read on.
+            keywords: Of the job.
 
         Raises:
             Problem: Redis is away, no worker is there, or a header is wrong.
@@ -163,7 +175,8 @@ class PieceFeed:
         self._request, self._gateway, self._model = request, get_gateway(request), model
         stream_timeout_s = self._gateway.settings.gateway.stream_timeout_s
         self._timeout_s = read_timeout_s(request, stream_timeout_s)
-        self._task, self._item = choose_task(request, model, is_stream=True), item
+        self._task = choose_task(request, model, is_stream=True)
+        self._item, self._keywords = item, keywords or {}
         last = request.headers.get(LAST_EVENT_HEADER)
         self._last = EVENT_ID.fullmatch(last) if last else None
         if last and self._last is None:
@@ -190,7 +203,7 @@ class PieceFeed:
             await records.find(self._last[1], caller, name)
             self._stream = self._gateway.client.follow(self._last[1], after=self._last[2])
         else:
-            self._stream = self._task.stream(self._item)
+            self._stream = self._task.stream(self._item, **self._keywords)
         self.job_id = self._stream.id
         try:
             first = self._next(read_timeout_s(self._request))

@@ -25,7 +25,7 @@ from batchery_producer.gateway.batches.files import (
     get_owner,
 )
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
-from batchery_producer.gateway.bodies import Inputs, JsonRoute
+from batchery_producer.gateway.bodies import JsonRoute, MediaInputs, open_form
 from batchery_producer.gateway.inference import (
     PROMPTS,
     build_keywords,
@@ -33,8 +33,9 @@ from batchery_producer.gateway.inference import (
     embed_items,
     read_items,
 )
+from batchery_producer.gateway.media import MEDIA, find_media, make_item
 from batchery_producer.gateway.models import Numbers, ServedModel, numbers
-from batchery_producer.gateway.problems import Kind, Problem, validate
+from batchery_producer.gateway.problems import validate
 from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved
@@ -55,12 +56,16 @@ EMBEDDINGS_URL = "/v1/embeddings"
 
 
 class EmbeddingsRequest(RequestBody):
-    """What clients of OpenAI, Jina, Voyage, Mistral and vLLM send.
+    """What clients of OpenAI, Jina, infinity, Voyage, Mistral and vLLM send.
 
     Fields that change vectors are honoured or refused, others are ignored.
     """
 
-    input: Inputs
+    input: MediaInputs
+    modality: Annotated[
+        Literal["text", "image", "audio"],
+        Field(description="What strings of `input` are: texts, or URLs and data URLs."),
+    ] = "text"
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, also_named("encoding_format", "embedding_type")
@@ -120,10 +125,15 @@ class EmbeddingsResponse(TypedDict):
 @router.post(EMBEDDINGS_URL, response_model=EmbeddingsResponse)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector for each input."""
-    model = get_gateway(request).models.find(body.model, ("embedding",))
+    given = read_items(request, "input", body.input)
+    media = find_media(given, body.modality)
+    kinds = [f"{each}_embedding" for each in media] or ["embedding"]
+    # Models of pictures may have texts in their space, too.
+    more = [] if media or body.model is None else [f"{each}_embedding" for each in MEDIA]
+    model = get_gateway(request).models.find(body.model, kinds + more)
     check_ids(model, body.model, "input", body.input)
+    items = [make_item(model, each, body.modality) for each in given]
     as_text = body.encoding_format == "base64"
-    items = read_items(request, "input", body.input)
     keywords = build_keywords(model, body.truncate, normalize=body.normalize)
     if body.input_type is not None:
         keywords["prompt"] = PROMPTS.get(body.input_type, body.input_type)
@@ -181,9 +191,7 @@ def _describe_model(name: str, model: ServedModel) -> dict[str, Any]:
 # Files
 
 
-#: Fields of an upload, more than it needs, and bytes of each but the file: callers name a charset,
-#: and some take the square of a length to decode, while the event loop stands still.
-MAX_FIELDS, FIELD_BYTES = 10, 1024
+FILES_URL = "/v1/files"
 
 
 class FileDeleted(BaseModel):
@@ -207,15 +215,13 @@ UPLOAD_SCHEMA = {"multipart/form-data": {"schema": Upload.model_json_schema()}}
 
 
 @plain_router.post(
-    "/v1/files",
+    FILES_URL,
     openapi_extra={"requestBody": {"required": True, "content": UPLOAD_SCHEMA}},
 )
 async def upload_file(request: Request) -> FileObject:
     """Keeps a file of requests, for a batch."""
     gateway = get_gateway(request)
-    check_origin(request)
-    # Not by FastAPI, which would hide why the guard refuses the rest of a body.
-    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES) as form:
+    async with open_form(request) as form:
         upload = validate(Upload, dict(form))
         name, size = upload.file.filename or "", upload.file.size or 0
         return await run_in_threadpool(
@@ -223,7 +229,7 @@ async def upload_file(request: Request) -> FileObject:
         )
 
 
-@plain_router.get("/v1/files")
+@plain_router.get(FILES_URL)
 def list_files(
     request: Request,
     after: Annotated[str | None, Query(pattern=f"^{FILE_ID}$")] = None,
@@ -269,17 +275,6 @@ def delete_file(request: Request, file_id: str) -> FileDeleted:
     files.get(owner, file_id)
     files.remove(owner, file_id)
     return FileDeleted(id=file_id)
-
-
-def check_origin(request: Request) -> None:
-    """Keeps web pages out that send a form: a browser does not ask us first, as for JSON.
-
-    Raises:
-        Problem: It comes from a page of another origin.
-    """
-    origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
-        raise Problem(Kind.FORBIDDEN, f"pages of {origin!r:.100} may not send files")
 
 
 # Batches

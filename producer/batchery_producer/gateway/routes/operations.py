@@ -18,12 +18,14 @@ from starlette.staticfiles import StaticFiles
 from typing_extensions import TypedDict
 
 from batchery.cli.survey import Survey
+from batchery.media_settings import MEDIA_KINDS
 from batchery.operations.families import collect_cluster, collect_devices, collect_failures
 from batchery.protocol.figures import BatchSums, divide
 from batchery_producer.gateway.answers import json_of_arguments, json_response
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.health import ClusterSnapshot
 from batchery_producer.gateway.inference import check_all, run_outcomes
+from batchery_producer.gateway.media import read_medium
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody
@@ -234,8 +236,9 @@ async def try_model(request: Request, body: TryRequest) -> Response:
     """Runs one item through a model of any kind; the result is what Celery's clients get."""
     gateway = get_gateway(request)
     model = gateway.models.find(body.model, {each.kind for each in gateway.models})
-    item = body.item
-    json = json_of_arguments([item, body.keywords])
+    is_medium = model.kind in MEDIA_KINDS
+    item = read_medium(body.item) if is_medium else body.item
+    json = json_of_arguments([None if is_medium else item, body.keywords])
     request.state.caller.check(1, len(item if isinstance(item, str) else json))
     began_s = time.perf_counter()
     (outcome,) = check_all(await run_outcomes(request, model, [item], body.keywords))

@@ -3,8 +3,9 @@
 import pytest
 from httpx2 import URL
 
+from batchery.addresses import may_connect
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.webhooks import find_target, may_connect
+from batchery_producer.gateway.webhooks import find_target
 
 HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8", "fec0:1::/32"]
 

@@ -1,0 +1,88 @@
+"""How a kind of model reads its items, wherever that happens."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from batchery.errors import InvalidItem
+from batchery.media_settings import MediaSettings
+from batchery.settings import ModelSettings
+from batchery.transport.payloads import Payloads
+from batchery_worker.media.fetching import describe, fetch
+from batchery_worker.media.items import parse_item
+
+
+class ReadItem(NamedTuple):
+    """An item that was read beside its device: what its model's `preprocess` takes as it is."""
+
+    value: Any
+
+
+class Reader:
+    """Makes of the bytes of an item what goes through a model.
+
+    A kind names a subclass of this by the attribute `Reader` of its class. It is made from
+    settings, and sent to the processes that read: it must be picklable until it is opened.
+    """
+
+    #: What an item may be, the kind's own medium first: `image` or `audio`, and perhaps `text`.
+    fields: ClassVar[tuple[str, ...]]
+
+    def __init__(self, settings: ModelSettings, media: MediaSettings) -> None:
+        """Loads nothing yet.
+
+        Args:
+            settings: Of the model.
+            media: Limits of what is read.
+        """
+        self.settings = settings
+        self.media = media
+
+    @property
+    def medium(self) -> str:
+        """The kind's own medium, for errors."""
+        return self.fields[0]
+
+    def open(self) -> None:
+        """Loads what reading takes; called once in each process, before the first `read`.
+
+        Raises:
+            ValueError: The model's files do not have it.
+        """
+
+    def read(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:
+        """Prepares one item; any error that it raises is that of this item alone.
+
+        Args:
+            data: The bytes of a picture or a recording, or a text.
+            keywords: Of its job, as they were sent: nobody has checked them.
+
+        Returns:
+            The prepared item, as `tokens` and `forward` of the model take it; picklable, and as
+            small as possible, as it travels from one process to another.
+
+        Raises:
+            InvalidItem: It is not fit to run; one line says why.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no read method")
+
+    def read_here(
+        self, item: Any, keywords: Mapping[str, Any], payloads: Payloads | None = None
+    ) -> Any:
+        """Fetches and reads an item in this process, on this thread; see `read`.
+
+        Raises:
+            InvalidItem: It cannot be had, or is not fit to run.
+        """
+        content = parse_item(item, self.fields, self.media)
+        return self.read_data(fetch(content, self.medium, self.media, payloads), keywords)
+
+    def read_data(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:
+        """As `read`; whatever a decoder raises becomes an `InvalidItem`."""
+        try:
+            return self.read(data, keywords)
+        except InvalidItem:
+            raise
+        except Exception as error:  # noqa: BLE001 - the code of any decoder, for any bytes
+            medium = "text" if isinstance(data, str) else self.medium
+            why = f"{type(error).__name__}: {describe(error)}"
+            raise InvalidItem(f"{medium}: cannot be read: {why}") from None

@@ -1,0 +1,1 @@
+"""Kinds of model whose items are sounds."""

@@ -1,0 +1,1 @@
+"""Models of pictures; some of them know texts, too."""

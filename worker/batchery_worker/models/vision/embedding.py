@@ -1,0 +1,68 @@
+"""Vectors of pictures, and of texts in the same space where a model knows both."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import AutoModel
+
+from batchery_worker.models.media_kinds import VectorModel
+from batchery_worker.models.media_model import TokenizedText
+from batchery_worker.models.source import check_weights
+from batchery_worker.models.vision.image_model import ImageModel
+from batchery_worker.models.vision.reader import ImageTextReader
+
+
+class TowerModel(ImageModel):
+    """A model whose pictures, and perhaps texts, become one vector each."""
+
+    Reader = ImageTextReader
+
+    reader: ImageTextReader
+
+    auto_class: ClassVar[Any] = AutoModel
+
+    def _check_config(self, config: Any) -> None:
+        super()._check_config(config)
+        self.has_texts = hasattr(config, "text_config")
+
+    def _check_missing(self, missing: Sequence[str]) -> None:
+        check_weights(missing, *self.trained_part)
+        # Classifiers are saved without the pooler, which is random then.
+        self._has_pooler = not any("pooler" in key.split(".") for key in missing)
+
+    def _finish_load(self) -> None:
+        super()._finish_load()
+        takes_pictures = self.model.main_input_name == "pixel_values"
+        if not takes_pictures and not hasattr(self.model, "get_image_features"):
+            raise ValueError(f"takes {self.model.main_input_name}, and no pictures")
+        if self.has_texts and self.settings.pooling != "auto":
+            raise ValueError(f"pooling = {self.settings.pooling!r}, but its files decide that")
+
+    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:  # noqa: ARG002
+        """Vectors, (B, D)."""
+        if isinstance(items[0], TokenizedText):
+            return [self._embed_texts(items)]
+        return [self._embed_pictures(items)]
+
+    def _embed_pictures(self, pictures: Sequence[Any]) -> Tensor:
+        inputs = self._stack(pictures)
+        if self.has_texts:
+            found: Tensor = self.model.get_image_features(**inputs).pooler_output
+            return found
+        output, pooling = self.model(**inputs), self.settings.pooling
+        pooled: Tensor | None = getattr(output, "pooler_output", None)
+        if pooling == "auto" and self._has_pooler and pooled is not None:
+            return pooled.flatten(1)
+        tokens: Tensor = output.last_hidden_state
+        if pooling == "mean":
+            return tokens.mean(dim=1)
+        return tokens[:, -1 if pooling == "last" else 0]
+
+
+class ImageEmbeddingModel(VectorModel, TowerModel):
+    """Turns pictures, and texts of models such as CLIP and SigLIP, into vectors of one space.
+
+    An item is a picture, or `{"text": ...}`. Keywords of a job: see `ImageEmbeddingKeywords`. A
+    result has the shape of `batchery.Embedding`.
+    """
