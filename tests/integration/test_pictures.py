@@ -1,9 +1,6 @@
-"""Pictures through a real worker: wherever they are, whatever is wrong, and whoever dies."""
+"""Pictures through a real worker: wherever they are, and whatever is wrong with them."""
 
 import base64
-import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,28 +13,18 @@ from celery import Celery
 from batchery.errors import InvalidItem
 from batchery.transport.payloads import Payloads
 from conftest import StartWorker
-from support.harness import Worker, command_line, leased, queue_length, wait_ended, wait_for
+from support.harness import Worker, wait_for
 from support.patience import patient
 from support.picture_host import PictureHost
-from support.pictures import draw, draw_many, encode, save_vision_model
+from support.pictures import draw_many
+from support.served_pictures import PICTURE, list_readers, make_folder, make_variables
 
 TIMEOUT_S = patient(60)
-
-PICTURE = encode(draw(64, 48))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has models, and below `photos` a picture."""
-    folder = tmp_path_factory.mktemp("pictures")
-    save_vision_model(folder / "clip", "clip")
-    (folder / "photos").mkdir()
-    (folder / "photos" / "one.png").write_bytes(PICTURE)
-    (folder / "secret.png").write_bytes(PICTURE)
-    (folder / "photos" / "way-out.png").symlink_to(folder / "secret.png")
-    (folder / "photos" / "way-up").symlink_to(folder)
-    os.mkfifo(folder / "photos" / "pipe.png")
-    return folder
+    return make_folder(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +33,9 @@ def host() -> Iterator[PictureHost]:
         yield host
 
 
-def settings(folder: Path, host: PictureHost, **media: Any) -> dict[str, str]:
-    model = {"kind": "image_embedding", "model": str(folder / "clip"), "max_batch_size": 16}
-    media = {"roots": [str(folder / "photos")], "hosts": ["127.0.0.1"], **media}
-    return {"BATCHERY_MODELS": json.dumps({"see": model}), "BATCHERY_MEDIA": json.dumps(media)}
-
-
 @pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker, folder: Path, host: PictureHost) -> Worker:
-    return start_module_worker("batchery.app", "-E", env=settings(folder, host))
+def worker(start_module_worker: StartWorker, folder: Path) -> Worker:
+    return start_module_worker("batchery.app", "-E", env=make_variables(folder))
 
 
 def send(client: Celery, item: Any, **keywords: Any) -> Any:
@@ -124,13 +105,6 @@ def test_bad_pictures_fail_alone(worker: Worker, client: Celery, host: PictureHo
     assert all(job.get(timeout=TIMEOUT_S)["vector"] for job in good)
 
 
-def list_readers(worker: Worker) -> list[psutil.Process]:
-    """The processes that read items: those that were forked by the first one."""
-    family = psutil.Process(worker.pid).children(recursive=True)
-    first = [each for each in family if "media.reader_process" in command_line(each)]
-    return [each for each in first if each.ppid() in {other.pid for other in first}]
-
-
 def test_readers_that_are_killed_lose_nothing(worker: Worker, client: Celery) -> None:
     pictures = draw_many(12)
     expected = [send(client, each).get(timeout=TIMEOUT_S)["vector"] for each in pictures]
@@ -155,46 +129,6 @@ def test_a_slow_host_keeps_nobody_out(worker: Worker, client: Celery, host: Pict
     assert not any(job.ready() for job in slow)
     host.gate.set()
     assert all(job.get(timeout=TIMEOUT_S)["vector"] for job in slow)
-    host.gate.clear()
-
-
-def test_a_device_that_dies_while_pictures_are_read_loses_nothing(
-    start_worker: StartWorker, client: Celery, folder: Path, host: PictureHost, redis_url: str
-) -> None:
-    worker = start_worker("batchery.app", env=settings(folder, host))
-    send(client, PICTURE).get(timeout=TIMEOUT_S)
-    asked = host.slow
-    jobs = [send(client, each) for each in [host.url("/slow"), *draw_many(40)]]
-    wait_for(lambda: host.slow > asked, "one of them is being fetched")
-    readers = list_readers(worker)
-    assert readers
-    (device,) = worker.devices()
-    device.kill()
-    wait_ended([device, *readers])
-    host.gate.set()
-    assert all(job.get(timeout=TIMEOUT_S)["vector"] for job in jobs)
-    host.gate.clear()
-    wait_for(lambda: leased(redis_url) == 0, "no job is held any more")
-
-
-def test_what_is_being_read_goes_back_when_the_worker_ends(
-    start_worker: StartWorker, client: Celery, folder: Path, host: PictureHost, redis_url: str
-) -> None:
-    worker = start_worker("batchery.app", env=settings(folder, host))
-    asked = host.slow
-    jobs = [send(client, host.url("/slow")) for _ in range(5)]
-    wait_for(lambda: host.slow == asked + 5, "all are being fetched")
-    readers = psutil.Process(worker.pid).children(recursive=True)
-    # As a service is stopped: all its processes are told.
-    for each in readers:
-        with suppress(psutil.NoSuchProcess):
-            each.send_signal(signal.SIGTERM)
-    assert worker.stop() == 0
-    assert (queue_length(redis_url, "see"), leased(redis_url)) == (5, 0)
-    wait_ended(readers)
-    host.gate.set()
-    start_worker("batchery.app", env=settings(folder, host))
-    assert all(job.get(timeout=TIMEOUT_S)["vector"] for job in jobs)
     host.gate.clear()
 
 

@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in REDIRECTS:
             self._answer(302, Location=REDIRECTS[path])
         elif path == "/large":
-            self._answer(200, **{"Content-Length": str(10**12)})
+            self._answer(200, length=10**12)
         elif path == "/endless":
             self.send_response(200)
             self.end_headers()
@@ -68,9 +68,12 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404)
 
-    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+    def _answer(
+        self, status: int, body: bytes = b"", length: int | None = None, **headers: str
+    ) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         with suppress(OSError):
