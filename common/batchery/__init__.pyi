@@ -41,6 +41,7 @@ from batchery.results import (
     MultiVectorEmbedding,
     Score,
     SparseEmbedding,
+    Transcription,
     to_numpy,
 )
 from batchery.settings import ModelSettings, Settings
@@ -124,6 +125,7 @@ __all__ = [
     "SubmitOptions",
     "Summary",
     "TaskClient",
+    "Transcription",
     "UnknownJob",
     "UnserialisableResult",
     "WrongLength",
