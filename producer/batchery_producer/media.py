@@ -28,7 +28,11 @@ _payloads: WeakKeyDictionary[Celery, Payloads] = WeakKeyDictionary()
 
 
 def put_media(
-    app: Celery, data: bytes, *, expires_s: float = 86_400, store: str | None = None
+    app: Celery,
+    data: bytes | bytearray | memoryview,
+    *,
+    expires_s: float = 86_400,
+    store: str | None = None,
 ) -> str:
     """Puts the bytes of a picture or a sound where workers read them.
 

@@ -99,9 +99,8 @@ def test_all_formats_say_what_a_celery_client_gets(
         for number, each in enumerate(segments)
     ]
     srt, vtt = (create(**asked, response_format=each) for each in ("srt", "vtt"))
-    assert len(
-        re.findall(r"^\d\d:\d\d:\d\d,\d{3} --> \d\d:\d\d:\d\d,\d{3}$", srt, re.MULTILINE)
-    ) == len(segments)
+    times = r"^\d\d:\d\d:\d\d,\d{3} --> \d\d:\d\d:\d\d,\d{3}$"
+    assert len(re.findall(times, srt, re.MULTILINE)) == len(segments)
     assert srt.startswith("1\n00:00:00,")
     assert vtt.startswith("WEBVTT\n\n00:00:00.")
     assert vtt.count(" --> ") == len(segments)
