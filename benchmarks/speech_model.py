@@ -82,26 +82,21 @@ def convert(model: Path, folder: Path) -> None:
         folder: Where to.
     """
     import torch
-    from transformers import (
-        GenerationConfig,
-        WhisperConfig,
-        WhisperFeatureExtractor,
-        WhisperForConditionalGeneration,
-        WhisperTokenizer,
-    )
+    import transformers
 
+    of: Any = transformers
     with (model / "model.bin").open("rb") as file:
         arrays = read_arrays(file)
     weights = name_weights(arrays)
     known = json.loads((model / "config.json").read_text())
-    tokenizer = WhisperTokenizer.from_pretrained(model)
+    tokenizer = of.WhisperTokenizer.from_pretrained(model)
     token = tokenizer.convert_tokens_to_ids
     end, start = token("<|endoftext|>"), token("<|startoftranscript|>")
     tokens = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
     vocabulary, width = weights["model.decoder.embed_tokens.weight"].shape
     heads = int(arrays["encoder/num_heads"])
     layers = sum(name.endswith("ffn/linear_0/weight") for name in arrays) // 2
-    config = WhisperConfig(
+    config = of.WhisperConfig(
         vocab_size=vocabulary,
         d_model=width,
         encoder_layers=layers,
@@ -114,7 +109,7 @@ def convert(model: Path, folder: Path) -> None:
         decoder_start_token_id=start,
         **tokens,
     )
-    built = WhisperForConditionalGeneration(config)
+    built = of.WhisperForConditionalGeneration(config)
     # Keys have no bias, and the file has zeros for it.
     state = {
         name: torch.from_numpy(each.astype(np.float32))
@@ -123,7 +118,7 @@ def convert(model: Path, folder: Path) -> None:
     }
     state["proj_out.weight"] = state["model.decoder.embed_tokens.weight"]
     built.load_state_dict(state)
-    built.generation_config = GenerationConfig(
+    built.generation_config = of.GenerationConfig(
         is_multilingual=False,
         decoder_start_token_id=start,
         no_timestamps_token_id=token("<|notimestamps|>"),
@@ -138,4 +133,4 @@ def convert(model: Path, folder: Path) -> None:
     )
     built.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
+    of.WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)

@@ -33,7 +33,7 @@ _MODULES = {
     "batchery.outcomes": "Failed Ignore Partial Reject Replace RetryAfter",
     "batchery.results": """
         Classification Detection Embedding Generation MultiVectorEmbedding Score SparseEmbedding
-        to_numpy
+        Transcription to_numpy
     """,
     "batchery.settings": "ModelSettings Settings",
     "batchery.task": "BatchTask",

@@ -41,6 +41,7 @@ from batchery.results import (
     MultiVectorEmbedding,
     Score,
     SparseEmbedding,
+    Transcription,
     to_numpy,
 )
 from batchery.settings import ModelSettings, Settings
@@ -125,6 +126,7 @@ __all__ = [
     "SubmitOptions",
     "Summary",
     "TaskClient",
+    "Transcription",
     "UnknownJob",
     "UnserialisableResult",
     "WrongLength",

@@ -119,7 +119,7 @@ def _save_whisper(folder: Path, *, is_multilingual: bool) -> None:
         f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in layers.items()
     }
     config = of.WhisperConfig(
-        vocab_size=len(tokenizer) + 1501,
+        vocab_size=len(tokenizer) + WINDOW_S * 50 + 1,
         d_model=32,
         num_mel_bins=20,
         max_source_positions=WINDOW_S * 50,
@@ -179,7 +179,11 @@ def _save_listener(folder: Path, architecture: str) -> None:
         config = of.ClapConfig(text_config=text, audio_config=audio, projection_dim=24)
         model = of.ClapModel(config)
         extractor = of.ClapFeatureExtractor(
-            feature_size=16, max_length_s=2, sampling_rate=RATE, truncation="rand_trunc"
+            feature_size=16,
+            max_length_s=2,
+            sampling_rate=RATE,
+            frequency_max=8_000,
+            truncation="rand_trunc",
         )
         tokenizer = make_tokenizer()
         tokenizer.model_max_length = 60

@@ -49,7 +49,7 @@ class VectorModel(MediaModel):
         return options
 
     def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:
-        (vectors,) = super()._compute(items, options)
+        vectors = self._embed(items)
         self.dimensions = vectors.shape[1]
         vectors = vectors[:, : options.dimensions or self.settings.dimensions].float()
         scale = self.settings.normalize if options.normalize is None else options.normalize

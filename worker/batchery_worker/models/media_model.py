@@ -248,6 +248,10 @@ class MediaModel(MediaItems):
         """Inputs of a pass over pictures or sounds of one shape, on the device."""
         raise NotImplementedError
 
+    def _embed(self, items: Sequence[Any]) -> Tensor:
+        """Runs a pass over items of one shape; returns vectors, (B, D)."""
+        raise NotImplementedError
+
     def _embed_texts(self, texts: Sequence[TokenizedText]) -> Tensor:
         reader: Any = self.reader
         filled = reader.tokenizer.pad(

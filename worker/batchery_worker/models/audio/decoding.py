@@ -53,9 +53,8 @@ def decode_audio(data: bytes | Path, rate: int, max_audio_s: float) -> Samples:
                 for frame in _resampled(_frames(container), rate):
                     samples += frame.to_ndarray().tobytes()
                     if len(samples) > max_audio_s * rate * np.float32().nbytes:
-                        raise InvalidItem(
-                            f"audio: is longer than max_audio_s = {max_audio_s:g} seconds; cut it"
-                        )
+                        limit = f"media.max_audio_s = {max_audio_s:g} seconds"
+                        raise InvalidItem(f"audio: is longer than {limit}; cut it")
         except (av.FFmpegError, ValueError) as error:
             if isinstance(error, InvalidItem):
                 raise

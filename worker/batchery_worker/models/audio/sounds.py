@@ -135,7 +135,8 @@ class AudioEmbeddingModel(VectorModel, SoundModel):
         if not hasattr(config, "audio_config") or not hasattr(config, "text_config"):
             raise ValueError(f"a {config.model_type} model has no sound and texts in one space")
 
-    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:  # noqa: ARG002
+    def _embed(self, items: Sequence[Any]) -> Tensor:
         if isinstance(items[0], TokenizedText):
-            return [self._embed_texts(items)]
-        return [self.model.get_audio_features(**self._stack(items)).pooler_output]
+            return self._embed_texts(items)
+        vectors: Tensor = self.model.get_audio_features(**self._stack(items)).pooler_output
+        return vectors

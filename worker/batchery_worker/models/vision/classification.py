@@ -57,9 +57,9 @@ class ZeroShotImageClassificationModel(TowerModel):
             kind = self.model.config.model_type
             raise ValueError(f"a {kind} model compares no pictures with texts as CLIP does")
         self._is_sigmoid = "siglip" in self.model.config.model_type
-        self._embed_labels = lru_cache(MAX_LABEL_SETS)(self._embed)
+        self._embed_labels = lru_cache(MAX_LABEL_SETS)(self._find_vectors)
 
-    def _embed(self, template: str, labels: tuple[str, ...]) -> Tensor:
+    def _find_vectors(self, template: str, labels: tuple[str, ...]) -> Tensor:
         """Vectors of labels, (C, D), each of length 1."""
         texts = [self.reader.tokenize(template.format(label)) for label in labels]
         return normalize(self._embed_texts(texts), dim=-1)

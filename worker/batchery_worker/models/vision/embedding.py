@@ -39,11 +39,10 @@ class TowerModel(ImageModel):
         if self.has_texts and self.settings.pooling != "auto":
             raise ValueError(f"pooling = {self.settings.pooling!r}, but its files decide that")
 
-    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:  # noqa: ARG002
-        """Vectors, (B, D)."""
-        if isinstance(items[0], TokenizedText):
-            return [self._embed_texts(items)]
-        return [self._embed_pictures(items)]
+    def _embed(self, items: Sequence[Any]) -> Tensor:
+        """Vectors of pictures or of texts, (B, D)."""
+        is_text = isinstance(items[0], TokenizedText)
+        return self._embed_texts(items) if is_text else self._embed_pictures(items)
 
     def _embed_pictures(self, pictures: Sequence[Any]) -> Tensor:
         inputs = self._stack(pictures)
