@@ -1,0 +1,1 @@
+"""Pictures through the whole system, beside a bare loop with a DataLoader."""
