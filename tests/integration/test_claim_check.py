@@ -75,11 +75,11 @@ def test_references_are_not_guessed_and_expire(client: Celery, store: Any) -> No
 @pytest.mark.parametrize(
     ("data", "options", "why"),
     [
-        (b"", {}, "at least one"),
-        ("text", {}, "expected the bytes of a file"),
-        (b"x" * 11, {}, "has 11 bytes, more than media.max_bytes = 10"),
-        (b"x", {"expires_s": 0}, "expires_s = 0: expected seconds"),
-        (b"x", {"expires_s": float("nan")}, "expires_s = nan: expected seconds"),
+        (b"", {}, "data is 0 bytes; expected 1 to media.max_bytes = 10 bytes"),
+        ("text", {}, "data is 'text'; expected 1 to"),
+        (b"x" * 11, {}, "data is 11 bytes; expected 1 to media.max_bytes = 10 bytes"),
+        (b"x", {"expires_s": 0}, "expires_s = 0: expected 0.001 to"),
+        (b"x", {"expires_s": float("nan")}, "expires_s = nan: expected"),
     ],
 )
 def test_what_cannot_be_put_says_why(
