@@ -13,6 +13,7 @@ from batchery.media_settings import MEDIA_KINDS
 from batchery.model import Model, StepModel
 from batchery.model_settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.model_task import ModelTask
+from batchery.settings import Settings
 from batchery.transport import use_transport
 
 logger = logging.getLogger(__name__)
@@ -155,10 +156,13 @@ def _register_models(app: Celery) -> None:
         _register_builtin(app, name, settings)
 
 
+def find_options(model: ModelSettings, settings: Settings) -> dict[str, Any]:
+    """Keyword arguments of the constructor of a built-in model."""
+    media = {"media": settings.media} if model.kind in MEDIA_KINDS else {}
+    return {"settings": model, **media}
+
+
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
-    options: dict[str, Any] = {"settings": settings}
-    if settings.kind in MEDIA_KINDS:
-        options["media"] = get_installation(app).settings.media
     model, slots = KINDS[settings.kind], SLOTS.get(settings.kind)
     if settings.kind == "generation":
         model, slots = ENGINES[settings.engine]
@@ -167,7 +171,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         name,
         model,
         queue=settings.queue,
-        options=options,
+        options=find_options(settings, get_installation(app).settings),
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
         slots=slots and (settings.slots or slots),

@@ -131,3 +131,10 @@ def test_callers_are_served_under_attack(report: Any) -> None:
     assert set(found["opened"]) >= {"idle", "slow_head", "slow_body", "garbage", "reset", "deaf"}
     for phase in found["phases"].values():
         assert (set(phase["statuses"]), phase["lost"]) == ({"200"}, 0)
+
+
+def test_images_measures_the_whole_system_beside_a_loop(report: Any) -> None:
+    few = ("--model=tiny", "--pictures=40", "--rounds=1", "--batch-sizes", "8")
+    found = report("images", *few)
+    assert [row["system"] for row in found["rows"]] == ["bare loop, 8 a batch", "whole system"]
+    assert found["largest_difference"] < 1e-4

@@ -81,8 +81,8 @@ BAD = {
     "no picture": (b"nothing", "is no picture of a format that is read"),
     "truncated": (PICTURE[:-200], "truncated"),
     "gone": ("batchery:gone", "is not in Redis"),
-    "number": (7, "must be bytes, base64, a URL or a path, not int"),
-    "sound": ({"audio": "one.png"}, "must have one of image, text"),
+    "number": (7, "must be bytes, base64, a URL or a path"),
+    "sound": ({"audio": "one.png"}, "must have one of the fields image, text"),
 }
 
 

@@ -43,6 +43,8 @@ def send(client: Celery, task: str, item: Any, **keywords: Any) -> Any:
     return client.send_task(task, [item], keywords, queue=task)
 
 
+# Of transformers, where a window has one token.
+@pytest.mark.filterwarnings("ignore:std")
 def test_recordings_have_the_results_that_they_have_alone(
     worker: Worker, client: Celery, folder: Path
 ) -> None:

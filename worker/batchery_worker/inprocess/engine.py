@@ -11,7 +11,7 @@ from kombu.utils.imports import symbol_by_name
 from batchery.device_names import is_device
 from batchery.errors import BatchArgumentError, DeviceDied, SettingsError
 from batchery.execution.batch import prepare
-from batchery.installer import KINDS
+from batchery.installer import KINDS, find_options
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, Settings
@@ -261,7 +261,7 @@ def _find(
     if isinstance(model, Model):
         return type(model).__name__, None, lambda: model
     if isinstance(model, ModelSettings):
-        return model.model, model, lambda: _make_builtin(model)
+        return model.model, model, lambda: _make_builtin(model, settings)
     if not isinstance(model, str):
         raise BatchArgumentError(
             f"Engine({model!r:.80}): give the name of a model in the settings, ModelSettings(...),"
@@ -271,12 +271,12 @@ def _find(
     if own is None:
         there = ", ".join(settings.models) or "none; name it in [models] of batchery.toml"
         raise SettingsError(f"Engine({model!r}): no such model in the settings; there is {there}")
-    return model, own, lambda: _make_builtin(own)
+    return model, own, lambda: _make_builtin(own, settings)
 
 
-def _make_builtin(settings: ModelSettings) -> Model:
+def _make_builtin(model: ModelSettings, settings: Settings) -> Model:
     # By path: importing the class imports torch.
-    made: Model = symbol_by_name(KINDS[settings.kind])(settings=settings)
+    made: Model = symbol_by_name(KINDS[model.kind])(**find_options(model, settings))
     return made
 
 

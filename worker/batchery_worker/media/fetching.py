@@ -9,27 +9,24 @@ import errno
 import os
 import ssl
 import stat
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import redis
-
 from batchery.addresses import NotPublic, send_checked
 from batchery.errors import InvalidItem
 from batchery.media_settings import MediaSettings
-from batchery.transport.payloads import Payloads
+from batchery.transport.payloads import PREFIX, Payloads
 from batchery_worker.media.items import (
     Content,
     FilePath,
     Payload,
     StoreUrl,
     Text,
-    WebUrl,
     check_size,
     check_url,
+    show_url,
     too_large,
 )
 
@@ -40,14 +37,11 @@ MAX_REDIRECTS = 5
 CHUNK_BYTES = 1 << 20
 
 
-def fetch(
-    content: Content, medium: str, settings: MediaSettings, payloads: Payloads | None
-) -> bytes | str:
+def fetch(content: Content, settings: MediaSettings, payloads: Payloads | None) -> bytes | str:
     """The bytes of an item, or its text.
 
     Args:
         content: What the item says.
-        medium: Name of its field, for errors.
         settings: Where it may come from, how large it may be, and how long it may take.
         payloads: Where clients have put bytes; None where there is no Redis.
 
@@ -58,49 +52,51 @@ def fetch(
         return content
     if isinstance(content, Text):
         return content.text
-    if isinstance(content, FilePath):
-        data = read_file(content.path, medium, settings)
-    elif isinstance(content, Payload):
-        data = _read_payload(content.id, medium, settings, payloads)
-    elif isinstance(content, StoreUrl):
-        data = _read_store(content.url, medium, settings)
-    else:
-        data = _download(content, medium, settings)
-    return check_size(data, medium, settings.max_bytes)
+    (place,) = content
+    try:
+        if isinstance(content, FilePath):
+            data = _read_file(place, settings)
+        elif isinstance(content, Payload):
+            place = PREFIX + place
+            data = _read_payload(content.id, settings, payloads)
+        elif isinstance(content, StoreUrl):
+            data = _read_store(place, settings)
+        else:
+            data = asyncio.run(_download(place, settings))
+    except InvalidItem:
+        raise
+    except TimeoutError:
+        raise InvalidItem(f"took more than media.timeout_s = {settings.timeout_s:g}") from None
+    except NotPublic as error:
+        raise InvalidItem(f"{error}; see the setting media.hosts") from None
+    except Exception as error:  # noqa: BLE001 - each store has errors of its own
+        raise InvalidItem(f"{show_url(place)}: {describe(error)}") from None
+    return check_size(data, settings.max_bytes)
 
 
-def read_file(path: str, medium: str, settings: MediaSettings) -> bytes:
+def _read_file(path: str, settings: MediaSettings) -> bytes:
     """Reads a file below one of the roots; links must not lead out of them.
 
     Args:
         path: Absolute, or relative to a root.
-        medium: As of `fetch`.
         settings: As of `fetch`.
-
-    Raises:
-        InvalidItem: It is no such file, or too large.
     """
     if not settings.roots:
-        raise InvalidItem(f"{medium}: paths are not allowed; see the setting media.roots")
+        raise InvalidItem("paths are not allowed; see the setting media.roots")
     for root in settings.roots:
         try:
             folder = Path(root).expanduser().resolve(strict=True)
             found = (folder / path).resolve(strict=True)
         except (OSError, RuntimeError):
             continue
-        if not found.is_relative_to(folder):
-            continue
-        try:
-            # Looked at once it is open: it could have become a link, or a pipe that nobody writes.
-            with open(found, "rb", opener=_open) as file:
+        if found.is_relative_to(folder):
+            with open(found, "rb", opener=_open_file) as file:
                 return file.read(settings.max_bytes + 1)
-        except OSError as error:
-            raise InvalidItem(f"{medium}: {path!r:.200}: {error.strerror}") from None
-    raise InvalidItem(f"{medium}: {path!r:.200}: there is no such file below media.roots")
+    raise InvalidItem(f"{path!r:.200}: there is no such file below media.roots")
 
 
-def _open(path: str, flags: int) -> int:
-    """Opens a file, and nothing else."""
+def _open_file(path: str, flags: int) -> int:
+    """Opens a file, which could have become a link by now, or a pipe that nobody writes."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -108,56 +104,29 @@ def _open(path: str, flags: int) -> int:
     return descriptor
 
 
-def _read_payload(
-    payload_id: str, medium: str, settings: MediaSettings, payloads: Payloads | None
-) -> bytes:
+def _read_payload(payload_id: str, settings: MediaSettings, payloads: Payloads | None) -> bytes:
     if payloads is None:
-        raise InvalidItem(f"{medium}: batchery:{payload_id} needs a Redis, and this app has none")
-    try:
-        data = payloads.read(payload_id, settings.max_bytes)
-    except redis.RedisError as error:
-        raise InvalidItem(f"{medium}: batchery:{payload_id}: {error}") from None
+        raise InvalidItem(f"{PREFIX}{payload_id} needs a Redis, and this app has none")
+    data = payloads.read(payload_id, settings.max_bytes)
     if data is None:
-        raise InvalidItem(
-            f"{medium}: batchery:{payload_id} is not in Redis; it has expired, or never was there"
-        )
+        raise InvalidItem(f"{PREFIX}{payload_id} is not in Redis; it may have expired")
     return data
 
 
-def _read_store(url: str, medium: str, settings: MediaSettings) -> bytes:
+def _read_store(url: str, settings: MediaSettings) -> bytes:
     """Reads a file of a store; its library has limits of its own for a server that is silent."""
     import fsspec
 
-    until_s, parts, left = monotonic() + settings.timeout_s, list[bytes](), settings.max_bytes + 1
-    try:
-        with closing(fsspec.open(url, "rb").open()) as file:
-            while left > 0 and (part := file.read(min(left, CHUNK_BYTES))):
-                parts.append(part)
-                left -= len(part)
-                if monotonic() > until_s:
-                    raise TimeoutError
-    except TimeoutError:
-        raise _too_slow(url, medium, settings) from None
-    except Exception as error:  # noqa: BLE001 - each store has errors of its own
-        raise InvalidItem(f"{medium}: {_name(url)}: {describe(error)}") from None
-    return b"".join(parts)
+    until_s, data = monotonic() + settings.timeout_s, bytearray()
+    with fsspec.open(url, "rb") as file:
+        while len(data) <= settings.max_bytes and (part := file.read(CHUNK_BYTES)):
+            data += part
+            if monotonic() > until_s:
+                raise TimeoutError
+    return bytes(data)
 
 
-def _download(content: WebUrl, medium: str, settings: MediaSettings) -> bytes:
-    import httpx2
-
-    try:
-        return asyncio.run(_get(content.url, medium, settings))
-    except TimeoutError:
-        raise _too_slow(content.url, medium, settings) from None
-    except NotPublic as error:
-        text = f"{error}; see the setting media.hosts"
-        raise InvalidItem(f"{medium}: {_name(content.url)}: {text}") from None
-    except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise InvalidItem(f"{medium}: {_name(content.url)}: {describe(error)}") from None
-
-
-async def _get(url: str, medium: str, settings: MediaSettings) -> bytes:
+async def _download(url: str, settings: MediaSettings) -> bytes:
     """Downloads a file; each redirect is checked as the URL of an item is."""
     import httpx2
 
@@ -175,23 +144,23 @@ async def _get(url: str, medium: str, settings: MediaSettings) -> bytes:
             async with sending as answer:
                 if answer.is_redirect:
                     url = str(target.join(answer.headers["Location"]))
-                    check_url(url, medium, settings.hosts)
+                    check_url(url, settings.hosts)
                     continue
                 if answer.status_code != 200:
-                    raise InvalidItem(f"{medium}: {_name(url)}: answered {answer.status_code}")
-                return await _read_body(answer, medium, settings.max_bytes)
-    raise InvalidItem(f"{medium}: {_name(url)}: has more than {MAX_REDIRECTS} redirects")
+                    raise InvalidItem(f"{show_url(url)}: answered {answer.status_code}")
+                return await _read_body(answer, settings.max_bytes)
+    raise InvalidItem(f"{show_url(url)}: has more than {MAX_REDIRECTS} redirects")
 
 
-async def _read_body(answer: Any, medium: str, max_bytes: int) -> bytes:
+async def _read_body(answer: Any, max_bytes: int) -> bytes:
     body = bytearray()
     if int(answer.headers.get("Content-Length") or 0) > max_bytes:
-        raise too_large(medium, max_bytes)
+        raise too_large(max_bytes)
     # Not decoded: a server may compress although nobody has asked for that.
     async for part in answer.aiter_raw():
         body += part
         if len(body) > max_bytes:
-            raise too_large(medium, max_bytes)
+            raise too_large(max_bytes)
     return bytes(body)
 
 
@@ -201,16 +170,7 @@ def _trust() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _too_slow(url: str, medium: str, settings: MediaSettings) -> InvalidItem:
-    limit_s = settings.timeout_s
-    return InvalidItem(f"{medium}: {_name(url)}: took more than media.timeout_s = {limit_s:g}")
-
-
-def _name(url: str) -> str:
-    """A URL for errors, which stand in logs: without a query, which may be as good as a key."""
-    return repr(url.partition("?")[0][:200])
-
-
 def describe(error: Exception) -> str:
     """An error on one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+    return text or type(error).__name__

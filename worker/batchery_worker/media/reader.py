@@ -65,16 +65,24 @@ class Reader:
         """
         raise NotImplementedError(f"{type(self).__name__} has no read method")
 
-    def read_here(
-        self, item: Any, keywords: Mapping[str, Any], payloads: Payloads | None = None
-    ) -> Any:
+    def read_here(self, item: Any, keywords: Mapping[str, Any]) -> Any:
         """Fetches and reads an item in this process, on this thread; see `read`.
 
         Raises:
             InvalidItem: It cannot be had, or is not fit to run.
         """
-        content = parse_item(item, self.fields, self.media)
-        return self.read_data(fetch(content, self.medium, self.media, payloads), keywords)
+        return self.read_data(self.fetch(item), keywords)
+
+    def fetch(self, item: Any, payloads: Payloads | None = None) -> bytes | str:
+        """The bytes of an item, or its text; references to Redis need `payloads`.
+
+        Raises:
+            InvalidItem: It cannot be had.
+        """
+        try:
+            return fetch(parse_item(item, self.fields, self.media), self.media, payloads)
+        except InvalidItem as error:
+            raise InvalidItem(f"{self.medium}: {error}") from None
 
     def read_data(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:
         """As `read`; whatever a decoder raises becomes an `InvalidItem`."""
@@ -84,5 +92,4 @@ class Reader:
             raise
         except Exception as error:  # noqa: BLE001 - the code of any decoder, for any bytes
             medium = "text" if isinstance(data, str) else self.medium
-            why = f"{type(error).__name__}: {describe(error)}"
-            raise InvalidItem(f"{medium}: cannot be read: {why}") from None
+            raise InvalidItem(f"{medium}: cannot be read: {describe(error)}") from None

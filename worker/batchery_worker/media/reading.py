@@ -27,8 +27,7 @@ from batchery.outcomes import Failed
 from batchery.transport.payloads import Payloads
 from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.ipc.framing import read_frame, write_frame
-from batchery_worker.media.fetching import describe, fetch
-from batchery_worker.media.items import parse_item
+from batchery_worker.media.fetching import describe
 from batchery_worker.media.reader import Reader, ReadItem
 from batchery_worker.media.reader_process import Asked
 
@@ -99,8 +98,7 @@ class Readers:
     def _read(self, reader: Reader, task: str, item: Any, keywords: Mapping[str, Any]) -> Any:
         began_s, media = monotonic(), reader.media
         try:
-            content = parse_item(item, reader.fields, media)
-            data = fetch(content, reader.medium, media, self._payloads)
+            data = reader.fetch(item, self._payloads)
             # Small enough, it would be no limit but for those who came too late.
             left_s = max(0.1, media.timeout_s - (monotonic() - began_s))
             return ReadItem(self._decode(Asked(task, data, keywords, left_s), reader))
@@ -108,8 +106,7 @@ class Readers:
             # Without its frames, which hold the bytes.
             return Failed(InvalidItem(str(error)))
         except Exception as error:  # noqa: BLE001 - a job that nobody gives back would be lost
-            problem = f"{type(error).__name__}: {describe(error)}"
-            return Failed(InvalidItem(f"{reader.medium}: cannot be read: {problem}"))
+            return Failed(InvalidItem(f"{reader.medium}: cannot be read: {describe(error)}"))
 
     def _decode(self, asked: Asked, reader: Reader) -> Any:
         """Has an item read by the next process that is free.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchery.errors import ONE_JOB_EACH, InvalidItem
 from batchery.outcomes import Failed
@@ -83,6 +83,10 @@ def read_each(items: Iterable[Any], read: Callable[[Any], Any]) -> list[Any]:
             # Without its frames, which hold other items.
             found.append(Failed(type(error)(str(error))))
     return found
+
+
+#: Maximum number of labels that a job brings.
+MAX_LABELS = 1_000
 
 
 class Keywords(BaseModel):
@@ -200,23 +204,11 @@ class ZeroShotKeywords(Keywords):
         raw_scores: Give the model's outputs as they are, of any size, not probabilities.
     """
 
-    labels: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-    template: str = "This is a photo of {}."
+    labels: Annotated[
+        list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_LABELS)
+    ]
+    template: Annotated[str, Field(pattern=r"^[^{}]*\{\}[^{}]*$")] = "This is a photo of {}."
     raw_scores: bool = False
-
-    @field_validator("labels")
-    @classmethod
-    def _differ(cls, labels: list[str]) -> list[str]:
-        if len(set(labels)) < len(labels) or len(labels) > MAX_LABELS:
-            raise ValueError(f"must be at most {MAX_LABELS} that differ")
-        return labels
-
-    @field_validator("template")
-    @classmethod
-    def _has_place(cls, template: str) -> str:
-        if template.count("{}") != 1:
-            raise ValueError("must have {} once, for the label")
-        return template
 
 
 class DetectionKeywords(Keywords):
@@ -238,9 +230,6 @@ class RerankKeywords(TextKeywords):
 
     raw_scores: bool = False
 
-
-#: Maximum number of labels of a picture.
-MAX_LABELS = 1_000
 
 #: Maximum number of stop strings, of texts per job, and of likeliest tokens that are told.
 MAX_STOPS, MAX_TEXTS, MAX_LIKELIEST = 16, 64, 20

@@ -24,7 +24,7 @@ def host() -> Iterator[PictureHost]:
 
 def get(content: Content, **media: Any) -> bytes | str:
     options = {"hosts": ["127.0.0.1"], "max_bytes": 1000, **media}
-    return fetch(content, "image", MediaSettings(**options), None)
+    return fetch(content, MediaSettings(**options), None)
 
 
 def test_redirects_are_followed_to_hosts_that_are_allowed(host: PictureHost) -> None:

@@ -28,6 +28,10 @@ RECORDINGS = [make_recording(seconds, seed) for seed, seconds in enumerate(SECON
 LONG = [make_recording(seconds, seed) for seed, seconds in enumerate((1.3, 31.0, 0.4, 58.5))]
 
 
+# Of transformers, which looks for the times of words in a window with one token.
+pytestmark = pytest.mark.filterwarnings("ignore:std")
+
+
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is slow, and steps would have one window each."""

@@ -99,7 +99,7 @@ BAD = {
     "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no picture"),
     "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no picture"),
     "sound": (b"RIFF\x24\0\0\0WAVEfmt ", "is no picture"),
-    "a text": ({"text": 7}, "text: must be a string"),
+    "a text": ({"text": 7}, "must be bytes"),
     "a long text": ({"text": "x" * 2_000_000}, "characters are more than max_chars"),
 }
 
