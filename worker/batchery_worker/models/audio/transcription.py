@@ -20,13 +20,16 @@ from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.audio.recordings import Recording, RecordingReader, Window, make_tone
-from batchery_worker.models.audio.speech import Ctc, Heard, Speech, Whisper
+from batchery_worker.models.audio.speech import Ctc, Heard, Whisper
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.inputs import TranscriptionKeywords
 from batchery_worker.models.media_model import MediaItems
 from batchery_worker.models.source import ModelSource, check_weights, load_tokenizer, loading
 
 logger = logging.getLogger(__name__)
+
+#: What hears speech.
+Speech = Whisper | Ctc
 
 #: How long a step may take, in seconds; jobs join, leave and end between two. After one that took
 #: longer the next one has fewer windows, and after one that took less than half of it has more.
@@ -51,7 +54,7 @@ class SpeechJob:
     ) -> None:
         self.slot, self.options = slot, options
         self.heard: list[Heard] = []
-        self._recording = recording
+        self.recording = recording
         self._is_streamed = is_streamed
         #: How many of `heard`, and of the segments made of it, pieces have had.
         self._told_heard = self._told_segments = 0
@@ -61,7 +64,7 @@ class SpeechJob:
     @property
     def left(self) -> Sequence[Window]:
         """The windows that the model has not had."""
-        return self._recording.windows[len(self.heard) :]
+        return self.recording.windows[len(self.heard) :]
 
     def resume(self, pieces: Sequence[Mapping[str, Any]]) -> None:
         """Goes on behind pieces."""
@@ -77,7 +80,7 @@ class SpeechJob:
         segments: Sequence[Mapping[str, Any]] = ()
         if len(self.heard) >= self._due or not self.left:
             self._due = int(len(self.heard) * GROWTH) + 1
-            segments = speech.put_together(self.heard, self.options).segments
+            segments = speech.put_together(self.heard, self.recording, self.options).segments
         return self._piece(segments[:-1] if self.left else segments)
 
     def take_rest(self) -> list[dict[str, Any]] | None:
@@ -93,9 +96,9 @@ class SpeechJob:
 
     def result(self, speech: Speech) -> dict[str, Any]:
         """In the shape of `batchery.Transcription`."""
-        found = speech.put_together(self.heard, self.options)
+        found = speech.put_together(self.heard, self.recording, self.options)
         result: dict[str, Any] = {"text": found.text, "language": found.language}
-        result["duration_s"] = self._recording.duration_s
+        result["duration_s"] = self.recording.duration_s
         if self.options.timestamps != "none":
             result["segments"] = found.segments
         if self.options.timestamps == "word":
