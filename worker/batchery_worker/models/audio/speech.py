@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +19,10 @@ from batchery_worker.models.inputs import TranscriptionKeywords
 Heard = dict[str, Any]
 
 
-class Transcript(NamedTuple):
-    """What some windows of a recording say, put together.
-
-    Attributes:
-        text: All of it.
-        segments: Its parts, of which all but the last one stay as they are when more windows come.
-            Their texts make up the whole one. Empty if nobody asked for them.
-        words: The same for each word.
-        language: As a code of ISO 639; None if it is not known.
-    """
-
-    text: str
-    segments: list[dict[str, Any]]
-    words: list[dict[str, Any]]
-    language: str | None
+#: What windows of a recording say, put together: `text` and `language`, and, where the job asks for
+#: them, `segments` and `words`. All segments but the last one stay as they are when more windows
+#: come, and their texts make up the whole one.
+Transcript = dict[str, Any]
 
 
 class PipedModel:
@@ -193,15 +182,17 @@ class Whisper(PipedModel):
         self, heard: Sequence[Heard], recording: Recording, options: TranscriptionKeywords
     ) -> Transcript:
         """Puts the first windows of a recording together, or all of them."""
-        has_segments = options.timestamps != "none"
+        is_timed, length_s = options.timestamps != "none", recording.duration_s
         told: dict[str, Any] = {"return_language": True if "language" in heard[0] else None}
-        text, chunks = self._join(heard, return_timestamps=has_segments or None, **told)
-        length_s = recording.duration_s
-        segments = _parts(chunks, length_s) if has_segments else []
-        words = []
+        text, chunks = self._join(heard, return_timestamps=is_timed or None, **told)
+        language = self._codes.get(heard[0].get("language"))
+        found: Transcript = {"text": text, "language": language}
+        if is_timed:
+            found["segments"] = _parts(chunks, length_s)
         if options.timestamps == "word":
-            words = _parts(self._join(heard, return_timestamps="word", **told)[1], length_s)
-        return Transcript(text, segments, words, self._codes.get(heard[0].get("language")))
+            _, chunks = self._join(heard, return_timestamps="word", **told)
+            found["words"] = _parts(chunks, length_s)
+        return found
 
 
 class Ctc(PipedModel):
@@ -241,7 +232,7 @@ class Ctc(PipedModel):
         A segment has the words that begin in one window.
         """
         if options.timestamps == "none":
-            return Transcript(self._join(heard)[0], [], [], None)
+            return {"text": self._join(heard)[0], "language": None}
         text, chunks = self._join(heard, return_timestamps="word")
         words = _parts(chunks, recording.duration_s)
         strides = (each.stride for each in recording.windows)
@@ -258,7 +249,8 @@ class Ctc(PipedModel):
             }
             for place, each in enumerate(by_window.values())
         ]
-        return Transcript(text, segments, words if options.timestamps == "word" else [], None)
+        found = {"text": text, "language": None, "segments": segments}
+        return {**found, "words": words} if options.timestamps == "word" else found
 
 
 def _parts(chunks: Sequence[Mapping[str, Any]], length_s: float) -> list[dict[str, Any]]:
