@@ -28,7 +28,7 @@ PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() o
 REDIS_SERVER ?=
 
 # What `make bench` measures, as docs/benchmarks.md lists it: queue, bulk, engine, load,
-# scheduling, generation, inprocess, http, chaos and more. ARGS=--help lists the options of each.
+# scheduling, generation, speech, inprocess, http, chaos and more. ARGS=--help lists the options of each.
 BENCH ?= queue
 
 # Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.

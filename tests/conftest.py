@@ -250,16 +250,24 @@ def model_toml(minilm_path: Path) -> str:
 def hub(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path) -> Path:
     """A cache of the Hugging Face hub with the models that pages name by their ids.
 
-    It has MiniLM; and, under the name of a model that writes texts, one with random weights.
+    It has MiniLM; and, under the names of models of texts, pictures and speech, some with random
+    weights.
     """
-    # Only here, as it imports torch.
+    # Only here, as they import torch.
+    from support.pictures import save_vision_model
+    from support.sounds import save_sound_model
     from support.tiny_writers import save_writer
 
     cache = tmp_path_factory.mktemp("hub")
     writer = save_writer(tmp_path_factory.mktemp("writer"))
+    media = tmp_path_factory.mktemp("media")
+    save_vision_model(media / "clip", "clip")
+    save_sound_model(media / "whisper", "whisper")
     models = {
         "sentence-transformers--all-MiniLM-L6-v2": minilm_path,
         "HuggingFaceTB--SmolLM2-135M-Instruct": writer,
+        "openai--clip-vit-base-patch32": media / "clip",
+        "openai--whisper-small": media / "whisper",
     }
     for name, files in models.items():
         for folder in ("refs", "snapshots"):

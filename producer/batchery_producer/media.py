@@ -5,20 +5,18 @@ items need none, as they travel with their message.
 """
 
 import secrets
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import redis
 from celery import Celery
 
-from batchery.errors import BrokerRefused, GaveUp, InvalidItem, SettingsError
+from batchery.errors import BatcheryError, BrokerRefused, GaveUp, InvalidItem, SettingsError
 from batchery.installation import get_media_settings
 from batchery.retry import REFUSAL_MEANINGS, find_refusal
 from batchery.transport.payloads import PREFIX, Payloads
 from batchery_producer.files.source import find_remote, naming_errors
-
-#: Random bytes of an id: whoever guesses one could use another's bytes.
-ID_BYTES = 16
 
 #: Maximum time that bytes are kept in Redis, in seconds.
 MAX_EXPIRES_S = 365 * 86_400
@@ -28,7 +26,11 @@ _payloads: WeakKeyDictionary[Celery, Payloads] = WeakKeyDictionary()
 
 
 def put_media(
-    app: Celery, data: bytes, *, expires_s: float = 86_400, store: str | None = None
+    app: Celery,
+    data: bytes | bytearray | memoryview,
+    *,
+    expires_s: float = 86_400,
+    store: str | None = None,
 ) -> str:
     """Puts the bytes of a picture or a sound where workers read them.
 
@@ -51,15 +53,14 @@ def put_media(
         GaveUp: Redis does not answer.
         DatasetError: The store cannot be reached, or its package is missing.
     """
-    if not isinstance(data, bytes | bytearray | memoryview) or not len(data):
-        raise InvalidItem(f"data is {data!r:.40}; expected the bytes of a file, at least one")
-    if len(data) > (maximum := get_media_settings(app).max_bytes):
-        raise InvalidItem(f"data has {len(data)} bytes, more than media.max_bytes = {maximum}")
+    maximum = get_media_settings(app).max_bytes
+    if not isinstance(data, bytes | bytearray | memoryview) or not 0 < len(data) <= maximum:
+        given = f"{len(data)} bytes" if isinstance(data, bytes) else f"{data!r:.40}"
+        raise InvalidItem(f"data is {given}; expected 1 to media.max_bytes = {maximum} bytes")
     if not 0.001 <= expires_s <= MAX_EXPIRES_S:
-        raise InvalidItem(
-            f"expires_s = {expires_s!r:.40}: expected seconds, from 0.001 to {MAX_EXPIRES_S}"
-        )
-    media_id = secrets.token_urlsafe(ID_BYTES)
+        raise InvalidItem(f"expires_s = {expires_s!r:.40}: expected 0.001 to {MAX_EXPIRES_S} s")
+    # Whoever guessed one could use another's bytes.
+    media_id = secrets.token_urlsafe()
     if store is None:
         _call(app, "set", media_id, bytes(data), px=int(expires_s * 1000))
         return f"{PREFIX}{media_id}"
@@ -71,12 +72,9 @@ def put_media(
 
 
 def remove_media(app: Celery, reference: str) -> None:
-    """Removes bytes from Redis that `put_media` put there; no others, and none that are gone.
-
-    Raises:
-        GaveUp: Redis does not answer.
-    """
-    _call(app, "unlink", reference.removeprefix(PREFIX))
+    """Removes bytes from Redis that `put_media` put there; if it does not answer, they expire."""
+    with suppress(BatcheryError):
+        _call(app, "unlink", reference.removeprefix(PREFIX))
 
 
 def _call(app: Celery, command: str, media_id: str, *arguments: Any, **options: Any) -> None:

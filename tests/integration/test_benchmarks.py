@@ -93,6 +93,14 @@ def test_generation_measures_each_way_to_the_same_texts(report: Any) -> None:
     assert rows["through the queue"]["same_texts"] == "8 of 8"
 
 
+def test_speech_says_the_same_in_each_way(report: Any) -> None:
+    found = report("speech", "--recordings=3", "--rounds=1", "--longest=3", "--slots=3")
+    assert list(found["rows"]) == ["one by one", "fixed batches", "slots"]
+    assert all(0 < row["silence"] < 1 for row in found["rows"].values())
+    (verdict,) = found["verdicts"]
+    assert verdict["holds"]
+
+
 def test_streams_give_every_piece_once_and_survive_their_reader(report: Any) -> None:
     few = ("--streams=8", "--seconds=2", "--step-ms", "100")
     found = report("generation", *GENERATION, "streams", *few)["streams"]

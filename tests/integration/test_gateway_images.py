@@ -151,7 +151,7 @@ def test_the_first_model_of_pictures_is_found_by_what_is_sent(gateway: GatewayPr
     [
         ({"input": [{"image": data_url(PICTURE)}], "model": "embed"}, 404, "of kind embedding"),
         ({"input": [{"audio": data_url(PICTURE)}]}, 404, "not audio_embedding"),
-        ({"input": [[1, 2]]}, 400, "image_embedding takes no token ids"),
+        ({"input": [[1, 2]]}, 400, "must be bytes, base64, a URL"),
         ({"input": [{"image": "x", "text": "y"}]}, 400, "media (see item 0)"),
         ({"input": [{"picture": "x"}]}, 400, "media (see item 0)"),
         ({"input": [{"image": ""}]}, 400, "image: is empty"),

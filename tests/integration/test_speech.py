@@ -88,9 +88,9 @@ BAD = {
     "silent": (write_header(bytes(32_000)), "audio: is silent"),
     "no samples": (write_header(b""), "audio: has no samples"),
     "unknown codec": (write_header(bytes(9000), codec=0x5555), "audio: its codec is not known"),
-    "a picture": ({"image": "one.png"}, "item: must have one of audio"),
-    "a text": ({"text": "hello"}, "item: must have one of audio"),
-    "a list": ({"text": ["hello"]}, "item: must have one of audio"),
+    "a picture": ({"image": "one.png"}, "audio: must have one of the fields audio"),
+    "a text": ({"text": "hello"}, "audio: must have one of the fields audio"),
+    "a list": ({"text": ["hello"]}, "audio: must have one of the fields audio"),
     "not there": ("two.wav", "there is no such file below media.roots"),
 }
 

@@ -38,7 +38,7 @@ def transcribe_here(
     from batchery_worker.models.audio.transcription import TranscriptionModel
 
     kind, architecture = TASKS[task]
-    settings = ModelSettings(kind=kind, model=str(folder / architecture))  # type: ignore[arg-type]
+    settings = ModelSettings(kind=kind, model=str(folder / architecture))
     model = TranscriptionModel(settings)
     model.load("cpu")
     return [run_steps(model, prepare(model, [each], keywords), keywords)[0] for each in recordings]

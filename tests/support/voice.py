@@ -43,13 +43,14 @@ def speak(text: str) -> bytes:
     library, rate = _open()
     samples = bytearray()
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     def take(wave_: int | None, count: int, _: Any) -> int:
         if wave_ and count:
             samples.extend(ctypes.string_at(wave_, 2 * count))
         return 0
 
-    library.espeak_SetSynthCallback(take)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    callback = kind(take)
+    library.espeak_SetSynthCallback(callback)
     library.espeak_SetVoiceByName(b"en-us")
     data = text.encode()
     library.espeak_Synth(data, len(data) + 1, 0, 1, 0, UTF8, None, None)

@@ -47,7 +47,11 @@ class Payloads:
             if connection.transport.driver_type != "redis":
                 return None
             channel: Any = connection.default_channel
-            client = channel._make_separate_client(SOCKET_TIMEOUT_S)
+            # An app that `install` never saw has kombu's own channels.
+            if hasattr(channel, "_make_separate_client"):
+                client = channel._make_separate_client(SOCKET_TIMEOUT_S)
+            else:
+                client = redis.Redis(connection_pool=channel._get_pool())
             return cls(client, channel.global_keyprefix)
 
     def key(self, payload_id: str) -> str:

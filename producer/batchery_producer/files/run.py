@@ -153,7 +153,9 @@ class Feed(Generic[T]):
                 self._count_bytes(self._measure(entry))
                 self._read.put(entry)
                 with self._is_taken:
-                    self._is_taken.wait_for(lambda: self._held_bytes <= MAX_HELD_BYTES)
+                    self._is_taken.wait_for(
+                        lambda: self._is_closed or self._held_bytes <= MAX_HELD_BYTES
+                    )
                 if self._is_closed:
                     break
             if isinstance(entries, Generator):

@@ -311,8 +311,6 @@ def _expand(name: str) -> list[str]:
 def _find_source(name: str, format_: str | None) -> Source | None:
     """The file of a name; None if it is a folder."""
     if name == STANDARD_STREAM:
-        if format_ == FILES:
-            raise DatasetError("standard input is no folder of files; name one, or a pattern")
         return Source("standard input", _choose_format(name, format_), None)
     with naming_errors(name, "read"):
         if is_url(name):

@@ -161,11 +161,7 @@ MediaObject = Annotated[
 MediaInputs = Annotated[
     str | list[TokenId] | list[str | list[TokenId] | MediaObject],
     expected("a text, a list of token ids, or a list of texts, token ids or media"),
-    Field(
-        description="A text, token ids, or a list of either; or of objects with `text`, `image` or"
-        " `audio`: a URL, a data URL or base64.",
-        examples=["the cat", ["the cat", "a dog"], [{"image": "https://shop.example/cat.jpg"}]],
-    ),
+    Field(examples=["the cat", ["the cat", "a dog"], [{"image": "https://shop.example/cat.jpg"}]]),
 ]
 
 #: A text, token ids of the model's own tokenizer, or a list of either.

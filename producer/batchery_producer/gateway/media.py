@@ -7,13 +7,11 @@ name neither files of a worker nor what others have put into Redis.
 import asyncio
 import base64
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from batchery.errors import BatcheryError
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
@@ -38,15 +36,9 @@ def find_media(given: Sequence[Any], modality: str) -> list[str]:
 
 
 def make_item(model: ServedModel, given: Any, modality: str) -> Any:
-    """The item of an input of embeddings.
-
-    Raises:
-        Problem: It has token ids, and the model has no tokenizer of texts alone.
-    """
+    """The item of an input of embeddings; token ids, which models of media refuse, as they are."""
     if isinstance(given, list):
-        if model.kind == "embedding":
-            return given
-        raise Problem(Kind.INVALID, f"input: {model.kind} takes no token ids", param="input")
+        return given
     ((field, value),) = given.items() if isinstance(given, Mapping) else [(modality, given)]
     if field == "text":
         return value if model.kind == "embedding" else {"text": value}
@@ -78,12 +70,10 @@ class Loan:
             expires_s: When Redis forgets it at the latest, in seconds from now.
 
         Raises:
-            Problem: It is larger than `media.max_bytes`, or empty.
+            Problem: It is larger than `media.max_bytes`.
             BatcheryError: As `put_media`.
         """
         size, maximum = upload.size or 0, self._gateway.settings.media.max_bytes
-        if not size:
-            raise Problem(Kind.EMPTY, "file: empty", param="file")
         if size > maximum:
             text = f"file: has {size} bytes, more than media.max_bytes = {maximum}"
             raise Problem(Kind.TOO_LARGE, text, param="file")
@@ -100,8 +90,5 @@ class Loan:
     def end(self) -> None:
         """Removes it from Redis soon, by a thread; if Redis is away, it expires."""
         if self._reference:
-            asyncio.get_running_loop().run_in_executor(None, self._remove)
-
-    def _remove(self) -> None:
-        with suppress(BatcheryError):
-            remove_media(self._gateway.app, self._reference)
+            loop, app = asyncio.get_running_loop(), self._gateway.app
+            loop.run_in_executor(None, remove_media, app, self._reference)

@@ -317,7 +317,7 @@ function curlLine({ name, kind }) {
   const start = `curl ${location.origin}`;
   const key = sessionStorage.getItem(KEY) ? ` -H "Authorization: Bearer $BATCHERY_KEY"` : "";
   if (kind === "transcription") return `${start}${SPEECH}${key} -F model=${name} -F file=@call.wav`;
-  const text = FILES[kind] ? `https://shop.example/${FILES[kind]}` : "The food was delicious";
+  const text = FILES[kind] ? `data:${FILES[kind]}/…;base64,…` : "The food was delicious";
   const wanted = wish(kind, text, MORE[kind]?.example ?? "");
   const [path, body] = CALLS[kind]?.(name) ?? ["/page/try", { model: name, ...wanted }];
   const json = JSON.stringify(body).replaceAll("'", "'\\''");

@@ -1,10 +1,10 @@
 """OpenAI's routes for speech: what a recording says, whole, as subtitles, or as a stream."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import PlainTextResponse, Response
 
@@ -23,14 +23,12 @@ from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import validate
 from batchery_producer.gateway.routes.completions import LAST_EVENT_HEADER, PieceFeed, write_error
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.request_fields import Unserved, expected
+from batchery_producer.request_fields import expected
 
 router = APIRouter(tags=["openai"])
 
-TRANSCRIPTIONS_URL, TRANSLATIONS_URL = URLS = (
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-)
+#: The second one is for translations.
+URLS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 KINDS = ("transcription",)
 
@@ -41,14 +39,11 @@ STREAM_KEEP_S = 6 * 3600
 #: The answer of a longer recording is written in a thread.
 INLINE_SEGMENTS = 500
 
-#: Formats that need to know when what was said.
-TIMED = ("srt", "vtt", "verbose_json")
-
 
 class TranscriptionRequest(BaseModel):
-    """What OpenAI's clients send, as a form; other fields are ignored."""
+    """What OpenAI's clients send, as a form."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     file: Annotated[
         UploadFile,
@@ -56,37 +51,24 @@ class TranscriptionRequest(BaseModel):
         WithJsonSchema({"type": "string", "format": "binary"}),
     ]
     model: Annotated[str | None, Field(description="The first speech model if missing.")] = None
-    language: Annotated[str | None, Field(max_length=100)] = None
+    language: str | None = None
     prompt: str | None = None
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: Annotated[float, Field(ge=0, le=1)] = 0
-    timestamp_granularities: list[Literal["word", "segment"]] = []
-    stream: bool = False
-    include: Unserved = None
-    keywords: Unserved = None
-    known_speaker_names: Unserved = None
-    known_speaker_references: Unserved = None
-    languages: Unserved = None
-
-    @model_validator(mode="after")
-    def _fits_the_format(self) -> Self:
-        if self.timestamp_granularities and self.response_format != "verbose_json":
-            raise ValueError("timestamp_granularities are for response_format verbose_json")
-        if self.stream and self.response_format not in ("json", "text"):
-            raise ValueError("a stream has response_format json")
-        return self
+    timestamp_granularities: list[Literal["word", "segment"]] = ["segment"]
+    stream: Annotated[bool, Field(description="Answer with events, whatever the format.")] = False
+    chunking_strategy: Annotated[str | None, Field(description="Ignored.")] = None
 
     @classmethod
     def read(cls, form: FormData) -> Self:
         """Reads a form, in which names of lists may end in brackets.
 
         Raises:
-            RequestValidationError: A field is missing or wrong.
+            RequestValidationError: A field is missing, wrong or unknown.
         """
         fields: dict[str, Any] = {}
         for name, value in form.multi_items():
-            bare = name.removesuffix("[]")
-            if bare == "timestamp_granularities":
+            if (bare := name.removesuffix("[]")) == "timestamp_granularities":
                 fields.setdefault(bare, []).append(value)
             elif value != "":
                 fields[bare] = value
@@ -94,48 +76,27 @@ class TranscriptionRequest(BaseModel):
 
     def build_keywords(self, task: str) -> dict[str, Any]:
         """Keywords of the job; what is a model's default anyway is not said."""
-        found = {"language": self.language, "prompt": self.prompt, "temperature": self.temperature}
-        keywords = {name: value for name, value in found.items() if value}
-        if task != "transcribe":
-            keywords["task"] = task
-        if "word" in self.timestamp_granularities:
-            keywords["timestamps"] = "word"
-        elif self.response_format in TIMED:
-            keywords["timestamps"] = "segment"
-        return keywords
+        found: dict[str, Any] = self.model_dump(include={"language", "prompt", "temperature"})
+        if task == "translate":
+            found["task"] = task
+        if self.response_format in ("srt", "vtt", "verbose_json"):
+            found["timestamps"] = "word" if "word" in self.timestamp_granularities else "segment"
+        return {name: value for name, value in found.items() if value}
 
 
 FORM = {"multipart/form-data": {"schema": TranscriptionRequest.model_json_schema()}}
-
 ABOUT: dict[str, Any] = {
-    "response_class": Response,
+    "response_class": PlainTextResponse,
+    "responses": {200: {"content": {"application/json": {}, "text/vtt": {}, **EVENTS_CONTENT}}},
     "openapi_extra": {"requestBody": {"required": True, "content": FORM}},
-    "responses": {
-        200: {
-            "description": "The text, in the format that was asked for; or its events.",
-            "content": {
-                "application/json": {"schema": {"type": "object"}},
-                "text/plain": {"schema": {"type": "string"}},
-                **EVENTS_CONTENT,
-            },
-        }
-    },
 }
 
 
-@router.post(TRANSCRIPTIONS_URL, **ABOUT)
+@router.post(URLS[0], **ABOUT)
+@router.post(URLS[1], **ABOUT)
 async def transcribe(request: Request) -> Response:
-    """What a recording says."""
-    return await _answer(request, "transcribe")
-
-
-@router.post(TRANSLATIONS_URL, **ABOUT)
-async def translate(request: Request) -> Response:
-    """What a recording says, in English."""
-    return await _answer(request, "translate")
-
-
-async def _answer(request: Request, task: str) -> Response:
+    """What a recording says: in its language, or of translations in English."""
+    task = "translate" if request.url.path == URLS[1] else "transcribe"
     loan, item, caller = Loan(request), None, request.state.caller
     async with open_form(request) as form:
         body = TranscriptionRequest.read(form)
@@ -159,51 +120,43 @@ async def _answer(request: Request, task: str) -> Response:
 
 def _write(body: TranscriptionRequest, result: Mapping[str, Any], task: str) -> Response:
     """The answer of a request, in its format."""
-    text, segments = result["text"].strip(), result.get("segments", ())
-    if body.response_format == "text":
+    form, text, duration_s = body.response_format, result["text"].strip(), result["duration_s"]
+    if form == "text":
         return PlainTextResponse(f"{text}\n")
-    if body.response_format == "srt":
-        return PlainTextResponse(write_srt(segments))
-    if body.response_format == "vtt":
-        return Response(write_vtt(segments), media_type="text/vtt")
-    answer = {"text": text, "usage": {"type": "duration", "seconds": result["duration_s"]}}
-    if body.response_format == "verbose_json":
-        answer |= {"task": task, "language": result["language"], "duration": result["duration_s"]}
-        wanted = body.timestamp_granularities or ["segment"]
-        if "segment" in wanted:
-            answer["segments"] = [
-                {"id": number, "start": each["start_s"], "end": each["end_s"], "text": each["text"]}
-                for number, each in enumerate(segments)
+    if form in ("srt", "vtt"):
+        content = write_subtitles(result["segments"], is_vtt=form == "vtt")
+        return Response(content, media_type="text/vtt" if form == "vtt" else "text/plain")
+    answer = {"text": text, "usage": {"type": "duration", "seconds": duration_s}}
+    if form == "verbose_json":
+        answer |= {"task": task, "language": result["language"], "duration": duration_s}
+        parts = {
+            name: [
+                {"start": each["start_s"], "end": each["end_s"], "text": each["text"]}
+                for each in result.get(f"{name}s") or ()
             ]
-        if "word" in wanted:
-            answer["words"] = [
-                {"word": each["text"].strip(), "start": each["start_s"], "end": each["end_s"]}
-                for each in result["words"]
-            ]
+            for name in body.timestamp_granularities
+        }
+        if "segment" in parts:
+            answer["segments"] = [{"id": id_, **each} for id_, each in enumerate(parts["segment"])]
+        if "word" in parts:
+            answer["words"] = [{"word": each.pop("text").strip(), **each} for each in parts["word"]]
     return json_response(answer)
 
 
-# Subtitles
+def write_subtitles(segments: Sequence[Mapping[str, Any]], *, is_vtt: bool) -> str:
+    """Segments as WebVTT, which browsers show with a video, or as SubRip has them.
 
-
-def write_srt(segments: Sequence[Mapping[str, Any]]) -> str:
-    """Segments as SubRip has them: numbered, each with its times and its text."""
-    cues = _list_cues(segments, ",")
-    return "".join(f"{number}\n{cue}\n" for number, cue in enumerate(cues, 1))
-
-
-def write_vtt(segments: Sequence[Mapping[str, Any]]) -> str:
-    """Segments as WebVTT, which browsers show with a video."""
-    cues = _list_cues(segments, ".")
-    return "".join(["WEBVTT\n\n", *(f"{cue}\n" for cue in cues)])
-
-
-def _list_cues(segments: Sequence[Mapping[str, Any]], point: str) -> Iterator[str]:
-    for each in segments:
+    Args:
+        segments: Each with `start_s`, `end_s` and `text`.
+        is_vtt: Whether it is WebVTT.
+    """
+    blocks, point = (["WEBVTT\n"], ".") if is_vtt else ([], ",")
+    for number, each in enumerate(segments, 1):
         start, end = (_write_time(each[name], point) for name in ("start_s", "end_s"))
         # An arrow or an empty line in a text would be read as those around it.
         text = " ".join(each["text"].replace("-->", "->").split())
-        yield f"{start} --> {end}\n{text}\n"
+        blocks.append(f"{number}\n{start} --> {end}\n{text}\n")
+    return "\n".join(blocks)
 
 
 def _write_time(seconds: float, point: str) -> str:

@@ -76,8 +76,6 @@ def test_a_folder_without_any_says_so(folder: str) -> None:
         Dataset(f"{folder}/rows")
     with pytest.raises(DatasetError, match=r"rows: a directory; name files"):
         Dataset(f"{folder}/rows", format="jsonl")
-    with pytest.raises(DatasetError, match="standard input is no folder"):
-        Dataset("-", format="files")
 
 
 def test_a_run_is_another_one_when_a_file_has_changed(tmp_path: Path) -> None:

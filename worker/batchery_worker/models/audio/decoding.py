@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
 import av
 import numpy as np
@@ -19,21 +19,18 @@ Samples = NDArray[np.float32]
 #: makes another one of it would take as much memory.
 RATES = range(1_000, 768_001)
 
-#: How often a packet may be damaged before FFmpeg has nothing to go on with.
-MAX_DAMAGED_PACKETS = 1_000
-
 #: Some formats name other files, or addresses. FFmpeg gets an open file, and may open none itself.
 NO_FILES = {"protocol_whitelist": ""}
 
 
-def decode_audio(data: bytes | Path, rate: int, max_audio_s: float) -> Samples:
+def decode_audio(data: bytes, rate: int, max_audio_s: float) -> Samples:
     """Decodes the first audio stream of a recording, or of a film.
 
     Channels are mixed into one, and samples are converted, as the command `ffmpeg -ac 1 -ar RATE`
     does. A damaged packet is left out.
 
     Args:
-        data: The file, or where it is.
+        data: The file.
         rate: Samples per second that are wanted.
         max_audio_s: Maximum length of the recording, in seconds. Decoding ends there, whatever
             length the file says.
@@ -44,21 +41,18 @@ def decode_audio(data: bytes | Path, rate: int, max_audio_s: float) -> Samples:
     Raises:
         InvalidItem: The file has no sound, or too much of it, is silent, or needs a decoder that is
             not there.
-        OSError: The file cannot be read.
     """
-    samples = bytearray()
-    with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
-        try:
-            with av.open(file, "r", metadata_errors="ignore", options=NO_FILES) as container:
-                for frame in _resampled(_frames(container), rate):
-                    samples += frame.to_ndarray().tobytes()
-                    if len(samples) > max_audio_s * rate * np.float32().nbytes:
-                        limit = f"media.max_audio_s = {max_audio_s:g} seconds"
-                        raise InvalidItem(f"audio: is longer than {limit}; cut it")
-        except (av.FFmpegError, ValueError) as error:
-            if isinstance(error, InvalidItem):
-                raise
-            raise InvalidItem(f"audio: cannot be decoded: {_reason(error)}") from None
+    samples, file = bytearray(), io.BytesIO(data)
+    max_bytes = max_audio_s * rate * np.float32().nbytes
+    try:
+        with av.open(file, "r", metadata_errors="ignore", options=NO_FILES) as container:
+            for frame in _resampled(_frames(container), rate):
+                samples += frame.to_ndarray().tobytes()
+                if len(samples) > max_bytes:
+                    limit = f"media.max_audio_s = {max_audio_s:g} seconds"
+                    raise InvalidItem(f"audio: is longer than {limit}; cut it")
+    except av.FFmpegError as error:
+        raise InvalidItem(f"audio: cannot be decoded: {error.strerror}") from None
     found = np.frombuffer(samples, np.float32)
     if not found.size:
         raise InvalidItem("audio: has no samples")
@@ -77,14 +71,9 @@ def _frames(container: av.container.InputContainer) -> Iterator[AudioFrame]:
     stream = container.streams.audio[0]
     if stream.codec_context is None:
         raise InvalidItem("audio: its codec is not known to FFmpeg, or not in this build of it")
-    damaged = 0
     for packet in container.demux(stream):
-        try:
+        with suppress(av.InvalidDataError):
             yield from packet.decode()
-        except av.InvalidDataError:
-            damaged += 1
-            if damaged > MAX_DAMAGED_PACKETS:
-                raise
 
 
 def _resampled(frames: Iterator[AudioFrame], rate: int) -> Iterator[AudioFrame]:
@@ -101,8 +90,3 @@ def _resampled(frames: Iterator[AudioFrame], rate: int) -> Iterator[AudioFrame]:
         yield from resampler.resample(frame)
     if resampler is not None:
         yield from resampler.resample(None)
-
-
-def _reason(error: Exception) -> str:
-    """What FFmpeg says, without the name of a file that nobody knows."""
-    return str(getattr(error, "strerror", None) or error)

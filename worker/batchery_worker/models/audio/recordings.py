@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoFeatureExtractor
 from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
+from batchery.errors import InvalidItem
 from batchery_worker.media.reader import Reader
 from batchery_worker.models.audio.decoding import Samples, decode_audio
 from batchery_worker.models.source import ModelSource
@@ -17,6 +18,10 @@ from batchery_worker.models.source import ModelSource
 #: Length of a window where the model does not say, and the share of it on either side that its
 #: neighbours have, too: those of transformers' pipeline.
 WINDOW_S, CONTEXT_SHARE = 30, 1 / 6
+
+
+#: Minimum length of a recording, in seconds: many models cannot hear less.
+LEAST_S = 0.1
 
 
 class Window(NamedTuple):
@@ -57,7 +62,11 @@ class AudioReader(Reader):
 
     def decode(self, data: bytes) -> Samples:
         """The samples of a recording. Raises InvalidItem."""
-        return decode_audio(data, self.extractor.sampling_rate, self.media.max_audio_s)
+        rate = self.extractor.sampling_rate
+        samples = decode_audio(data, rate, self.media.max_audio_s)
+        if len(samples) < LEAST_S * rate:
+            raise InvalidItem(f"audio: has {len(samples) / rate:.3f} seconds, fewer than {LEAST_S}")
+        return samples
 
 
 class RecordingReader(AudioReader):

@@ -91,19 +91,8 @@ class SoundModel(MediaModel):
         return "filled up" if has_mask else super()._shape(prepared)
 
     def _stack(self, items: Sequence[Sound]) -> dict[str, Tensor]:
-        padding = {"input_values": self.reader.extractor.padding_value}
-        inputs = {}
-        for name, first in items[0].inputs.items():
-            rows = [each.inputs[name] for each in items]
-            whole = np.full(
-                (len(rows), *np.max([row.shape for row in rows], axis=0)),
-                padding.get(name, 0),
-                first.dtype,
-            )
-            for place, row in enumerate(rows):
-                whole[place, : len(row)] = row
-            inputs[name] = whole
-        return self._send(inputs)
+        each: Any = [dict(item.inputs) for item in items]
+        return self._send(self.reader.extractor.pad(each, padding=True, return_tensors="np"))
 
 
 class AudioClassificationModel(LabelModel, SoundModel):

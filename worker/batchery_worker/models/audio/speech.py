@@ -3,14 +3,14 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batchery.errors import InvalidItem
-from batchery_worker.models.audio.recordings import Window, fills_up
+from batchery_worker.models.audio.recordings import Recording, Window, fills_up
 from batchery_worker.models.audio.word_times import time_rows_alone
 from batchery_worker.models.inputs import TranscriptionKeywords
 
@@ -19,25 +19,14 @@ from batchery_worker.models.inputs import TranscriptionKeywords
 Heard = dict[str, Any]
 
 
-class Transcript(NamedTuple):
-    """What some windows of a recording say, put together.
-
-    Attributes:
-        text: All of it.
-        segments: Its parts, of which all but the last one stay as they are when more windows come.
-            Their texts make up the whole one. Empty if nobody asked for them.
-        words: The same for each word.
-        language: As a code of ISO 639; None if it is not known.
-    """
-
-    text: str
-    segments: list[dict[str, Any]]
-    words: list[dict[str, Any]]
-    language: str | None
+#: What windows of a recording say, put together: `text` and `language`, and, where the job asks for
+#: them, `segments` and `words`. All segments but the last one stay as they are when more windows
+#: come, and their texts make up the whole one.
+Transcript = dict[str, Any]
 
 
-class Speech:
-    """A model that hears speech; see the subclasses."""
+class PipedModel:
+    """A model behind a pipeline of transformers."""
 
     def __init__(self, pipe: Any) -> None:
         """Takes a pipeline of transformers."""
@@ -45,36 +34,17 @@ class Speech:
         self._model: Any = pipe.model
         self._rate: int = pipe.feature_extractor.sampling_rate
 
-    def check(self, options: TranscriptionKeywords) -> TranscriptionKeywords:
-        """Returns keywords of a job that this model can follow. Raises InvalidItem."""
-        return options
-
-    def group(self, options: TranscriptionKeywords, window: Window) -> Any:
-        """What windows have in common that may share a pass."""
-        raise NotImplementedError
-
-    def hear(
-        self, windows: Sequence[Window], options: Sequence[TranscriptionKeywords]
-    ) -> list[Heard]:
-        """Runs windows of one group through the model, with the keywords of the job of each."""
-        raise NotImplementedError
-
-    def put_together(self, heard: Sequence[Heard], options: TranscriptionKeywords) -> Transcript:
-        """Puts the first windows of a recording together, or all of them."""
-        raise NotImplementedError
-
     def _collate(self, windows: Sequence[Window]) -> dict[str, Any]:
         """Inputs of the pipeline for a batch, padded to the longest window."""
-        longest = max(each.values.shape[-1] for each in windows)
-        padding = float(self._pipe.feature_extractor.padding_value)
-        rows = [
-            torch.nn.functional.pad(values, (0, longest - values.shape[-1]), value=padding)
-            for values in (torch.from_numpy(each.values) for each in windows)
-        ]
+        rows = torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(each.values) for each in windows],
+            batch_first=True,
+            padding_value=self._pipe.feature_extractor.padding_value,
+        )
         lengths = torch.tensor([each.length for each in windows])
         return {
-            self._model.main_input_name: torch.stack(rows).to(self._pipe.device, self._model.dtype),
-            "attention_mask": (torch.arange(longest) < lengths[:, None]).int(),
+            self._model.main_input_name: rows.to(self._pipe.device, self._model.dtype),
+            "attention_mask": (torch.arange(rows.shape[-1]) < lengths[:, None]).int(),
             "stride": [each.stride for each in windows],
             "is_last": True,
         }
@@ -94,7 +64,7 @@ class Speech:
         return found["text"], found.get("chunks", [])
 
 
-class Whisper(Speech):
+class Whisper(PipedModel):
     """Whisper and its distillations: an encoder, and `generate` of transformers.
 
     Windows overlap, and are put together as the pipeline's `chunk_length_s` does it. The sequential
@@ -116,7 +86,11 @@ class Whisper(Speech):
         time_rows_alone(self._model)
 
     def check(self, options: TranscriptionKeywords) -> TranscriptionKeywords:
-        """See `Speech.check`; names the language by its code."""
+        """Returns keywords of a job as this model follows them, the language as a code.
+
+        Raises:
+            InvalidItem: It cannot.
+        """
         timestamps = options.timestamps or ("segment" if self._has_times else "none")
         can_tell = {"none": True, "segment": self._has_times, "word": self._has_words}
         if not can_tell[timestamps]:
@@ -136,13 +110,18 @@ class Whisper(Speech):
         return options.model_copy(update={"timestamps": timestamps, "language": language})
 
     def group(self, options: TranscriptionKeywords, window: Window) -> Any:  # noqa: ARG002
-        """All keywords but the language."""
+        """What windows have in common that may share a pass: all keywords but the language."""
         return options.model_copy(update={"language": None})
 
     def hear(
         self, windows: Sequence[Window], options: Sequence[TranscriptionKeywords]
     ) -> list[Heard]:
-        """See `Speech.hear`."""
+        """Runs windows of one group through the model.
+
+        Args:
+            windows: One or more.
+            options: The keywords of the job of each.
+        """
         first, inputs = options[0], self._collate(windows)
         given: dict[str, Any] = {"num_beams": first.beams} if first.beams else {}
         if first.timestamps != "none":
@@ -199,20 +178,24 @@ class Whisper(Speech):
             tokens.pop()
         return tokens
 
-    def put_together(self, heard: Sequence[Heard], options: TranscriptionKeywords) -> Transcript:
-        """See `Speech.put_together`; by the tokenizer's `_decode_asr`, as the pipeline does."""
-        has_segments = options.timestamps != "none"
+    def put_together(
+        self, heard: Sequence[Heard], recording: Recording, options: TranscriptionKeywords
+    ) -> Transcript:
+        """Puts the first windows of a recording together, or all of them."""
+        is_timed, length_s = options.timestamps != "none", recording.duration_s
         told: dict[str, Any] = {"return_language": True if "language" in heard[0] else None}
-        text, chunks = self._join(heard, return_timestamps=has_segments or None, **told)
-        length_s = _spans_s(heard, self._rate)[-1]
-        segments = _parts(chunks, length_s) if has_segments else []
-        words = []
+        text, chunks = self._join(heard, return_timestamps=is_timed or None, **told)
+        language = self._codes.get(heard[0].get("language"))
+        found: Transcript = {"text": text, "language": language}
+        if is_timed:
+            found["segments"] = _parts(chunks, length_s)
         if options.timestamps == "word":
-            words = _parts(self._join(heard, return_timestamps="word", **told)[1], length_s)
-        return Transcript(text, segments, words, self._codes.get(heard[0].get("language")))
+            _, chunks = self._join(heard, return_timestamps="word", **told)
+            found["words"] = _parts(chunks, length_s)
+        return found
 
 
-class Ctc(Speech):
+class Ctc(PipedModel):
     """Models such as wav2vec2, which say for each frame which letter it is.
 
     Where a model was trained without an attention mask, which its feature extractor says, padding
@@ -220,14 +203,14 @@ class Ctc(Speech):
     """
 
     def check(self, options: TranscriptionKeywords) -> TranscriptionKeywords:
-        """See `Speech.check`."""
+        """Returns keywords of a job as this model follows them. Raises InvalidItem."""
         usual = TranscriptionKeywords(timestamps=options.timestamps)
         if options != usual:
             raise InvalidItem("keywords: a CTC model takes timestamps alone")
         return options.model_copy(update={"timestamps": options.timestamps or "segment"})
 
     def group(self, options: TranscriptionKeywords, window: Window) -> Any:  # noqa: ARG002
-        """The length, if there is no mask; no keyword changes what is heard."""
+        """What windows have in common that may share a pass: the length, if there is no mask."""
         has_mask = fills_up(self._pipe.feature_extractor, self._model.config)
         return None if has_mask else len(window.values)
 
@@ -236,21 +219,25 @@ class Ctc(Speech):
         windows: Sequence[Window],
         options: Sequence[TranscriptionKeywords],  # noqa: ARG002 (they change nothing here)
     ) -> list[Heard]:
-        """See `Speech.hear`."""
+        """Runs windows of one group through the model; see `Whisper.hear`."""
         found = self._pipe.forward(self._collate(windows))
         rows = zip(found["tokens"].tolist(), found["stride"], strict=True)
-        return [
-            {"tokens": row[: stride[0]], "stride": stride, "samples": window.stride}
-            for (row, stride), window in zip(rows, windows, strict=True)
-        ]
+        return [{"tokens": row[: stride[0]], "stride": stride} for row, stride in rows]
 
-    def put_together(self, heard: Sequence[Heard], options: TranscriptionKeywords) -> Transcript:
-        """See `Speech.put_together`. A segment has the words that begin in one window."""
+    def put_together(
+        self, heard: Sequence[Heard], recording: Recording, options: TranscriptionKeywords
+    ) -> Transcript:
+        """Puts the first windows of a recording together, or all of them.
+
+        A segment has the words that begin in one window.
+        """
         if options.timestamps == "none":
-            return Transcript(self._join(heard)[0], [], [], None)
+            return {"text": self._join(heard)[0], "language": None}
         text, chunks = self._join(heard, return_timestamps="word")
-        ends_s = _spans_s(heard, self._rate)
-        words = _parts(chunks, ends_s[-1])
+        words = _parts(chunks, recording.duration_s)
+        strides = (each.stride for each in recording.windows)
+        lengths = (whole - left - right for whole, left, right in strides)
+        ends_s = [end / self._rate for end in accumulate(lengths)]
         by_window: dict[int, list[dict[str, Any]]] = {}
         for word in words:
             by_window.setdefault(bisect_right(ends_s, word["start_s"]), []).append(word)
@@ -262,15 +249,8 @@ class Ctc(Speech):
             }
             for place, each in enumerate(by_window.values())
         ]
-        return Transcript(text, segments, words if options.timestamps == "word" else [], None)
-
-
-def _spans_s(heard: Sequence[Heard], rate: int) -> list[float]:
-    """Where each window ends, without its context, in seconds."""
-    strides = [each["samples"] if "samples" in each else each["stride"] for each in heard]
-    return [
-        end / rate for end in accumulate(whole - left - right for whole, left, right in strides)
-    ]
+        found = {"text": text, "language": None, "segments": segments}
+        return {**found, "words": words} if options.timestamps == "word" else found
 
 
 def _parts(chunks: Sequence[Mapping[str, Any]], length_s: float) -> list[dict[str, Any]]:

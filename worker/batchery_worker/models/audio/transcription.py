@@ -13,20 +13,29 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES
 
-from batchery.errors import OutOfMemory
+from batchery.errors import InvalidItem, ItemError, OutOfMemory
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.media_settings import MediaSettings
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.audio.recordings import Recording, RecordingReader, Window, make_tone
-from batchery_worker.models.audio.speech import Ctc, Heard, Speech, Whisper
+from batchery_worker.models.audio.speech import Ctc, Heard, Whisper
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.inputs import TranscriptionKeywords
 from batchery_worker.models.media_model import MediaItems
-from batchery_worker.models.source import ModelSource, check_weights, load_tokenizer, loading
+from batchery_worker.models.source import (
+    ModelSource,
+    check_weights,
+    load_tokenizer,
+    loading,
+    reason,
+)
 
 logger = logging.getLogger(__name__)
+
+#: What hears speech.
+Speech = Whisper | Ctc
 
 #: How long a step may take, in seconds; jobs join, leave and end between two. After one that took
 #: longer the next one has fewer windows, and after one that took less than half of it has more.
@@ -51,7 +60,7 @@ class SpeechJob:
     ) -> None:
         self.slot, self.options = slot, options
         self.heard: list[Heard] = []
-        self._recording = recording
+        self.recording = recording
         self._is_streamed = is_streamed
         #: How many of `heard`, and of the segments made of it, pieces have had.
         self._told_heard = self._told_segments = 0
@@ -61,7 +70,7 @@ class SpeechJob:
     @property
     def left(self) -> Sequence[Window]:
         """The windows that the model has not had."""
-        return self._recording.windows[len(self.heard) :]
+        return self.recording.windows[len(self.heard) :]
 
     def resume(self, pieces: Sequence[Mapping[str, Any]]) -> None:
         """Goes on behind pieces."""
@@ -77,7 +86,8 @@ class SpeechJob:
         segments: Sequence[Mapping[str, Any]] = ()
         if len(self.heard) >= self._due or not self.left:
             self._due = int(len(self.heard) * GROWTH) + 1
-            segments = speech.put_together(self.heard, self.options).segments
+            found = speech.put_together(self.heard, self.recording, self.options)
+            segments = found.get("segments", ())
         return self._piece(segments[:-1] if self.left else segments)
 
     def take_rest(self) -> list[dict[str, Any]] | None:
@@ -93,14 +103,8 @@ class SpeechJob:
 
     def result(self, speech: Speech) -> dict[str, Any]:
         """In the shape of `batchery.Transcription`."""
-        found = speech.put_together(self.heard, self.options)
-        result: dict[str, Any] = {"text": found.text, "language": found.language}
-        result["duration_s"] = self._recording.duration_s
-        if self.options.timestamps != "none":
-            result["segments"] = found.segments
-        if self.options.timestamps == "word":
-            result["words"] = found.words
-        return result
+        found = speech.put_together(self.heard, self.recording, self.options)
+        return {**found, "duration_s": self.recording.duration_s}
 
 
 class TranscriptionModel(MediaItems, StepModel):
@@ -202,9 +206,11 @@ class TranscriptionModel(MediaItems, StepModel):
                 [window for _, window in chosen], [job.options for job, _ in chosen]
             )
         except Exception as error:
-            if not is_out_of_memory(error):
+            # The latter is what transformers says of keywords that a model cannot follow.
+            if not is_out_of_memory(error) and not isinstance(error, ValueError):
                 raise
-            return advances + self._shrink([job for job, _ in chosen], str(error))
+            kind = OutOfMemory if is_out_of_memory(error) else InvalidItem
+            return advances + self._shrink([job for job, _ in chosen], kind(reason(error)))
         self._resize(len(chosen), time.perf_counter() - began_s)
         for (job, _), each in zip(chosen, heard, strict=True):
             job.heard.append(each)
@@ -234,14 +240,14 @@ class TranscriptionModel(MediaItems, StepModel):
         elif took_s < MAX_STEP_S / 2 and windows == self._room:
             self._room = min(2 * self._room, self.slots)
 
-    def _shrink(self, jobs: Sequence[SpeechJob], failure: str) -> list[Advance]:
-        """Has fewer windows in a step; a job whose window does not fit alone fails."""
+    def _shrink(self, jobs: Sequence[SpeechJob], failure: ItemError) -> list[Advance]:
+        """Has fewer windows in a step; a job whose window fails alone, fails."""
         self._room = max(1, len(jobs) // 2)
         if len(jobs) > 1:
             return []
         (job,) = jobs
         del self._jobs[job.slot]
-        return [Advance(job.slot, outcome=Failed(OutOfMemory(f"audio: {failure}")))]
+        return [Advance(job.slot, outcome=Failed(failure))]
 
     def _advance(self, job: SpeechJob) -> list[Advance]:
         """What became of a job that has had its turn."""

@@ -61,11 +61,6 @@ def test_channels_are_mixed_into_one(layout: str) -> None:
     assert np.corrcoef(found, TONES)[0, 1] > 0.999
 
 
-def test_file_is_read_from_its_place(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_bytes(make_recording(1))
-    assert len(decode_audio(tmp_path / "a.wav", RATE, 60)) == RATE
-
-
 def test_damaged_parts_are_left_out() -> None:
     whole = write_sound(TONES, "libmp3lame", "mp3")
     damaged = whole[:2000] + bytes(500) + whole[2500:]

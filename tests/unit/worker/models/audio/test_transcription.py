@@ -276,6 +276,36 @@ def test_bad_recording_fails_alone(build_sound: BuildSound) -> None:
         assert isinstance(failed.exception, InvalidItem)
 
 
+def test_recording_has_a_minimum_length(build_sound: BuildSound) -> None:
+    model = load(build_sound("wav2vec2"))
+    short, long = prepare(model, [make_recording(0.09), make_recording(0.1)], {})
+    assert str(short.exception) == "audio: has 0.090 seconds, fewer than 0.1"
+    assert run_steps(model, [long], {})[0]["duration_s"] == 0.1
+
+
+def test_what_transformers_refuses_fails_its_job_alone(build_sound: BuildSound) -> None:
+    model = load(build_sound("whisper-en"))
+    # More than the model may write behind such a prompt.
+    model._speech._pipe.model.generation_config.max_new_tokens = 40
+    prompt = {"beams": 1, "prompt": "a word " * 20}
+    keywords: list[dict[str, Any]] = [{"beams": 1}, prompt, {"beams": 1}]
+    slots: Slots[int] = Slots(model, 3)
+    for at, (recording, each) in enumerate(zip(RECORDINGS, keywords, strict=False)):
+        slots.add(SlotItem(at, prepare(model, [recording], each)[0], each, ()))
+    found: dict[int, Any] = {}
+    while len(found) < 3:
+        found |= {at: outcome for at, _, outcome in slots.step() if outcome is not GOES_ON}
+    assert isinstance(found[1].exception, InvalidItem)
+    assert "max_new_tokens" in str(found[1].exception)
+    assert [found[0]["duration_s"], found[2]["duration_s"]] == [0.7, 3.0]
+
+
+def test_drawn_tokens_make_another_text(build_sound: BuildSound) -> None:
+    model = load(build_sound("whisper-en"))
+    (drawn,) = transcribe(model, RECORDINGS[5:6], temperature=1.0)
+    assert drawn["text"] != transcribe(model, RECORDINGS[5:6], beams=1)[0]["text"]
+
+
 def test_recording_has_a_maximum_length(build_sound: BuildSound) -> None:
     settings = ModelSettings(kind="transcription", model=str(build_sound("whisper-en")))
     model = TranscriptionModel(settings, MediaSettings(max_audio_s=5))
