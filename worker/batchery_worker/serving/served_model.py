@@ -91,7 +91,9 @@ class LoadedModel:
         #: Tokens that it has computed, without padding.
         self._tokens = 0
         kind = device_type(device)
-        self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
+        # Some built-in kinds know better.
+        usual = getattr(model, "usual_pass_tokens", {})
+        self._default_tokens = usual.get(kind, DEFAULT_MAX_BATCH_TOKENS[kind])
         self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
         self._streams = int(getattr(model, "pass_streams", 1))
         self._min_stream_tokens = MIN_STREAM_TOKENS[kind]
