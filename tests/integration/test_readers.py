@@ -112,6 +112,17 @@ def test_processes_end_with_their_device(open_readers: Open) -> None:
     wait_ended(processes)
 
 
+def test_nothing_is_started_again_for_what_is_read_at_the_end(open_readers: Open) -> None:
+    readers = open_readers(processes=1)
+    read(readers, "a")
+    texts = ["hang", "b", "c"]
+    futures = [readers.submit("see", {"text": text}, {}) for text in texts]
+    wait_for(lambda: futures[0].running(), "the first one is being read")
+    readers.close()
+    wait_for(lambda: all(each.done() for each in futures), "nobody waits for a reader")
+    assert not list_processes()
+
+
 def test_processes_outlive_the_signals_of_a_terminal(open_readers: Open) -> None:
     readers = open_readers(processes=1)
     read(readers, "a")

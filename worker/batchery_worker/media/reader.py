@@ -46,7 +46,7 @@ class Reader:
         """Loads what reading takes; called once in each process, before the first `read`.
 
         Raises:
-            ValueError: The model's files do not have it.
+            Exception: The model's files do not have it.
         """
 
     def read(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:

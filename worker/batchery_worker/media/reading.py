@@ -137,6 +137,8 @@ class Readers:
                     return value
             raise InvalidItem(f"{reader.medium}: the processes that tried to read it have died")
         finally:
+            if self._source.is_closed and end is not None:
+                end.close()
             self._free.put(end)
 
 
@@ -154,6 +156,7 @@ class ReaderSource:
         """Starts it. On Linux it ends with the thread that has done so, which must live on."""
         self._readers = readers
         self._lock = threading.Lock()
+        self.is_closed = False
         self._start()
 
     def _start(self) -> None:
@@ -179,6 +182,8 @@ class ReaderSource:
         """
         with self._lock:
             for _ in range(ATTEMPTS):
+                if self.is_closed:
+                    break
                 if self._process.poll() is not None:
                     self._end.close()
                     self._start()
@@ -200,6 +205,10 @@ class ReaderSource:
 
     def close(self) -> None:
         """Ends it, and its forks with it."""
-        self._end.close()
+        self.is_closed = True
+        # Whoever has the lock waits for it.
         self._process.kill()
-        self._process.wait()
+        with self._lock:
+            self._end.close()
+            self._process.kill()
+            self._process.wait()

@@ -1,6 +1,5 @@
 """Makes pixels of pictures, and tokens of the texts beside them, as transformers does."""
 
-import warnings
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +12,7 @@ from batchery.errors import InvalidItem
 from batchery_worker.media.reader import Reader
 from batchery_worker.models.inputs import check_text
 from batchery_worker.models.media_model import TokenizedText, tokenize
-from batchery_worker.models.source import ModelSource, load_tokenizer, reason
+from batchery_worker.models.source import ModelSource, load_tokenizer, loading, reason
 
 #: Formats that are decoded by code that reads pictures and does nothing else: that of EPS runs a
 #: program, and that of WMF asks the system.
@@ -43,26 +42,25 @@ class ImageReader(Reader):
         """Loads the processor.
 
         Raises:
-            ValueError: The model's files have none.
+            ModelLoadError: The model's files have none.
         """
-        source = ModelSource(self.settings)
         Image.init()
         self._formats = [each for each in FORMATS if each in Image.OPEN]
-        try:
+        with loading(self.settings.model):
+            source = ModelSource(self.settings)
             load: Any = AutoImageProcessor.from_pretrained
-            self.processor = load(source.name, **source.options)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            why = reason(error)
-            raise ValueError(f"has no image processor, so it takes no pictures: {why}") from error
+            try:
+                self.processor = load(source.name, **source.options)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                why = f"has no image processor, so it takes no pictures: {reason(error)}"
+                raise ValueError(why) from error
 
     def read(self, data: bytes | str, keywords: Mapping[str, Any]) -> Picture:  # noqa: ARG002
         """Reads one picture; see `Reader.read`."""
         if isinstance(data, str):
             raise InvalidItem("text: this model takes pictures alone")
         image = self._open_image(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = self.processor(images=[image], return_tensors="pt")
+        inputs = self.processor(images=[image], return_tensors="pt")
         pixels = {name: inputs[name][0].numpy() for name in inputs if name in INPUTS}
         return Picture(pixels, image.height, image.width)
 
