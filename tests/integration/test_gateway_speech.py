@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from celery import Celery
@@ -15,7 +16,7 @@ from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, queue_length, unsettled, wait_for
 from support.patience import patient
-from support.sounds import make_recording, save_sound_model
+from support.sounds import RATE, make_recording, save_sound_model, write_sound
 
 Models = dict[str, dict[str, Any]]
 
@@ -226,3 +227,15 @@ def test_a_stream_that_is_left_leaves_no_recording(
     with api.audio.transcriptions.create(**asked) as events:
         next(iter(events))
     wait_for(lambda: not media_keys(store), "its recording is gone")
+
+
+def test_a_recording_whose_words_cannot_be_put_together_fails_alone(
+    gateway: GatewayProcess, worker: Worker
+) -> None:
+    """Tokens of random models are none that transformers expects with times of words."""
+    noise = write_sound(np.random.default_rng(1).uniform(-1, 1, 7 * RATE))
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    devices = worker.devices()
+    answer = post(gateway, noise, **fields, language="en")
+    assert answer.status_code == 200 or "cannot be put together" in answer.text
+    assert worker.devices() == devices

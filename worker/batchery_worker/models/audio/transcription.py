@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES
 
-from batchery.errors import InvalidItem, ItemError, OutOfMemory
+from batchery.errors import InvalidItem, ItemError, ItemFailed, OutOfMemory
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.media_settings import MediaSettings
 from batchery.model import Advance, StepModel
@@ -252,12 +252,25 @@ class TranscriptionModel(MediaItems, StepModel):
     def _advance(self, job: SpeechJob) -> list[Advance]:
         """What became of a job that has had its turn."""
         self._jobs[job.slot] = self._jobs.pop(job.slot)
-        advances = [Advance(job.slot, job.take_piece(self._speech))]
+        try:
+            piece = job.take_piece(self._speech)
+        except Exception as error:  # noqa: BLE001 - see `_end`
+            del self._jobs[job.slot]
+            return [Advance(job.slot, outcome=_fail(error))]
+        advances = [Advance(job.slot, piece)]
         return advances if job.left else [*advances, self._end(job)]
 
     def _end(self, job: SpeechJob) -> Advance:
         del self._jobs[job.slot]
-        return Advance(job.slot, outcome=job.result(self._speech))
+        try:
+            return Advance(job.slot, outcome=job.result(self._speech))
+        except Exception as error:  # noqa: BLE001 - transformers raises any for odd tokens
+            return Advance(job.slot, outcome=_fail(error))
+
+
+def _fail(error: Exception) -> Failed:
+    """The outcome of a job whose windows cannot be put together."""
+    return Failed(ItemFailed(f"audio: what was heard cannot be put together: {reason(error)}"))
 
 
 def _find_kind(config: Any) -> tuple[type[Speech], Any]:
