@@ -29,7 +29,7 @@ class MediaSettings(BaseModel):
     )
     max_bytes: PositiveInt = Field(50_000_000, description="Maximum bytes of an item.")
     timeout_s: PositiveFloat = Field(
-        20, description="How long it may take to fetch and decode an item."
+        60, description="How long it may take to fetch and decode an item."
     )
     max_pixels: PositiveInt = Field(64_000_000, description="Maximum pixels of a picture.")
     max_audio_s: PositiveFloat = Field(14_400, description="Maximum seconds of a recording.")

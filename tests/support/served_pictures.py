@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 
 from support.harness import Worker, command_line
+from support.patience import patient
 from support.pictures import draw, encode, save_vision_model
 
 PICTURE = encode(draw(64, 48))
@@ -29,7 +30,8 @@ def make_folder(folder: Path) -> Path:
 def make_variables(folder: Path, **media: Any) -> dict[str, str]:
     """The environment of a worker that has the model as `see`, and may read what is there."""
     model = {"kind": "image_embedding", "model": str(folder / "clip"), "max_batch_size": 16}
-    media = {"roots": [str(folder / "photos")], "hosts": ["127.0.0.1"], **media}
+    places = {"roots": [str(folder / "photos")], "hosts": ["127.0.0.1"]}
+    media = {**places, "timeout_s": patient(60), **media}
     return {"BATCHERY_MODELS": json.dumps({"see": model}), "BATCHERY_MEDIA": json.dumps(media)}
 
 
