@@ -33,7 +33,7 @@ TIMEOUT_S = patient(60)
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     folder = make_folder(tmp_path_factory.mktemp("pictures"))
-    return start_module_worker("batchery.app", env=make_variables(folder))
+    return start_module_worker("batchery.app", env=make_variables(folder, timeout_s=patient(60)))
 
 
 @pytest.fixture(autouse=True)

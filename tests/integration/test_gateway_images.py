@@ -70,7 +70,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, models: Models, root: Path) -> Worker:
-    media = {"hosts": ["127.0.0.1"], "roots": [str(root)]}
+    media = {"hosts": ["127.0.0.1"], "roots": [str(root)], "timeout_s": patient(60)}
     env = {"BATCHERY_MODELS": json.dumps(models), "BATCHERY_MEDIA": json.dumps(media)}
     return start_module_worker("batchery.app", env=env)
 

@@ -12,6 +12,7 @@ import pytest
 
 from conftest import StartWorker
 from support.harness import TESTS, Worker
+from support.patience import patient
 from support.pictures import draw, encode, save_vision_model
 from support.sounds import make_recording, save_sound_model
 
@@ -27,7 +28,10 @@ def worker(start_module_worker: StartWorker, tmp_path_factory: pytest.TempPathFa
         "look": {"kind": "image_embedding", "model": str(folder / "look")},
         "hear": {"kind": "transcription", "model": str(folder / "hear")},
     }
-    return start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    # On a busy machine, readers take long to start.
+    media = {"timeout_s": patient(60)}
+    env = {"BATCHERY_MODELS": json.dumps(models), "BATCHERY_MEDIA": json.dumps(media)}
+    return start_module_worker("batchery.app", env=env)
 
 
 def run(redis_url: str, name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
