@@ -299,9 +299,11 @@ class Dispatcher:
         # A device that is almost done has its next batch here.
         is_kept = not self.held.slots and self._wants_batch(monotonic())
         kept = is_kept * max((job.limits.max_batch_size for job in held), default=0)
+        items = itertools.accumulate(job.items for job in held)
+        free = [job for job, so_far in zip(held, items, strict=True) if so_far > kept]
         old = [
             job
-            for job in (*held[kept:], *self._being_read.list_waiting())
+            for job in (*free, *self._being_read.list_waiting())
             if job.arrived_s <= before_s and job.payload.lease is not None
         ]
         given = give([job.payload for job in old]) if old else ()
