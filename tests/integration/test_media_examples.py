@@ -56,7 +56,8 @@ def test_a_folder_is_written_down_and_only_what_is_new(
         1,
         [f"{tmp_path}/a.wav", f"{tmp_path}/b/c.wav"],
     )
-    (problem,) = done.stderr.splitlines()
+    # Beside what a client logs while a slow worker loads.
+    (problem,) = [each for each in done.stderr.splitlines() if each.startswith(str(tmp_path))]
     assert problem.startswith(f"{tmp_path}/bad.mp3: audio: ")
     assert (tmp_path / "a.txt").read_text().strip()
     assert re.match(r"1\n00:00:0\d,\d{3} --> ", (tmp_path / "b" / "c.srt").read_text())
@@ -73,7 +74,7 @@ def test_pictures_are_found_by_a_text(tmp_path: Path, redis_url: str, worker: Wo
     def find(text: str) -> Any:
         done = run(redis_url, "find_pictures.py", str(tmp_path), text)
         assert done.returncode == 0, done.stderr
-        assert re.fullmatch(r"bad\.jpg: image: .*\n", done.stderr)
+        assert re.search(r"^bad\.jpg: image: .*$", done.stderr, re.MULTILINE)
         return [line.split() for line in done.stdout.splitlines()]
 
     first = find("the cat sat on the mat")

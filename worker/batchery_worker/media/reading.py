@@ -4,6 +4,7 @@ So neither a slow host nor a large scan idles the device, and a decoder that die
 with it. All of it ends with the device.
 """
 
+import logging
 import os
 import pickle
 import queue
@@ -74,6 +75,8 @@ class Readers:
     def open(cls, app: Celery, tasks: Iterable[ModelTask]) -> "Readers":
         """The readers of a device that has the models of these tasks."""
         media = get_installation(app).settings.media
+        # It logs each URL with its query, which may be as good as a key.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
         readers = {task.name: make_reader(task, media) for task in tasks}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
         return cls(readers, Payloads.open(app), media.readers or min(4, max(2, cores)))
