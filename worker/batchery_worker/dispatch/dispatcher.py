@@ -275,9 +275,8 @@ class Dispatcher:
             sizes: As of `count_wanted`.
             name: The class.
         """
-        count = self._scheduler.count_items
-        has_few = any(count(task, name) < size for task, size in sizes.items())
-        return has_few and self.count_wanted(sizes, name) > 0
+        here = sum(self._scheduler.count_items(task, name) for task in sizes)
+        return here < max(sizes.values(), default=0) and self.count_wanted(sizes, name) > 0
 
     def find_oldest_s(self) -> float | None:
         """When the oldest job came that cannot begin now; None if there is none."""
