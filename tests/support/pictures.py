@@ -1,6 +1,6 @@
 """Tiny models of pictures with random weights, and pictures of all kinds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from PIL import Image
 from support.tiny_models import make_tokenizer
 
 #: Saves a tiny model of pictures: `build_vision("clip")`.
-BuildVision = Callable[[str], Path]
 
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIDES = {**LAYERS, "intermediate_size": 48, "initializer_range": 0.3}

@@ -3,7 +3,6 @@
 import io
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tokenizers import pre_tokenizers
 from support.tiny_models import make_tokenizer
 
 #: Saves a tiny model of sound: `build_sound("whisper")`.
-BuildSound = Callable[[str], Path]
 
 RATE = 16_000
 

@@ -211,18 +211,25 @@ class EmbeddingItems(PromptedItems):
     def write(
         self, heads: Sequence[dict[str, Any]], vectors: NDArray[Any], keywords: Mapping[str, Any]
     ) -> list[Encoded]:
-        """Results of vectors, (B, D) float32, behind their heads.
+        """Results of vectors, (B, D) float32, behind their heads; see `write_vectors`."""
+        return write_vectors(heads, vectors, self._read_keywords(keywords).encoding)
 
-        The vectors are read once more when the results are written.
-        """
-        if self._read_keywords(keywords).encoding == "base64":
-            little = vectors.astype("<f4", copy=False)
-            texts = [b64encode(row).decode("ascii") for row in little]
-            return encode_results(heads, vector=texts)
-        return [
-            Encoded(orjson.dumps(head)[:-1] + b',"vector":', Vector(row), b"}")
-            for head, row in zip(heads, vectors, strict=True)
-        ]
+
+def write_vectors(
+    heads: Sequence[dict[str, Any]], vectors: NDArray[Any], encoding: str
+) -> list[Encoded]:
+    """Results of vectors, (B, D) float32, behind their heads; with `base64` as text.
+
+    Others are read once more when the results are written.
+    """
+    if encoding == "base64":
+        little = vectors.astype("<f4", copy=False)
+        texts = [b64encode(row).decode("ascii") for row in little]
+        return encode_results(heads, vector=texts)
+    return [
+        Encoded(orjson.dumps(head)[:-1] + b',"vector":', Vector(row), b"}")
+        for head, row in zip(heads, vectors, strict=True)
+    ]
 
 
 def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) -> list[Encoded]:

@@ -1,7 +1,7 @@
 """Tiny models, saved once per session, and how to load them."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from batchery.installer import KINDS
 from batchery.settings import ModelSettings
 from batchery_worker.models.classification import ClassificationModel
 from batchery_worker.models.embedding import EmbeddingModel
+from support.pictures import save_vision_model
+from support.sounds import save_sound_model
 from support.tiny_models import CORPUS, Build, Copy, Load, save_model
 
 
@@ -30,22 +32,35 @@ def _one_thread_and_no_progress_bars() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def _save_once(factory: pytest.TempPathFactory, save: Callable[..., None]) -> Build:
+    @cache
+    def saved(architecture: str, *arguments: Any, **options: Any) -> Path:
+        folder = factory.mktemp(architecture)
+        save(folder, architecture, *arguments, **options)
+        return folder
+
+    return saved
+
+
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Saves a tiny model and returns its folder: `build("bert", labels=("no", "yes"))`.
 
     Without labels it has no head. Folders are shared: copy one before changing it.
     """
+    return _save_once(tmp_path_factory, save_model)
 
-    @cache
-    def saved(
-        architecture: str, labels: tuple[str, ...] = (), head: str = "", **options: Any
-    ) -> Path:
-        folder = tmp_path_factory.mktemp(architecture)
-        save_model(folder, architecture, labels, head, **options)
-        return folder
 
-    return saved
+@pytest.fixture(scope="session")
+def build_sound(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The same for a model of sound."""
+    return _save_once(tmp_path_factory, save_sound_model)
+
+
+@pytest.fixture(scope="session")
+def build_vision(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The same for a model of pictures."""
+    return _save_once(tmp_path_factory, save_vision_model)
 
 
 def _embedder(folder: Path | str, device: str = "cpu", **settings: Any) -> EmbeddingModel:

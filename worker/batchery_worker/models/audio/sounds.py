@@ -99,7 +99,7 @@ class AudioClassificationModel(LabelModel, SoundModel):
     """Labels recordings, with any audio classification model of transformers.
 
     An item is a recording, which goes through the model whole. Keywords of a job: see
-    `ImageClassificationKeywords`. For scores see `LabelModel`.
+    `ImageClassificationKeywords`. For scores see `Labels`.
     """
 
     auto_class = AutoModelForAudioClassification

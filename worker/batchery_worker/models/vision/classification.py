@@ -9,7 +9,8 @@ from torch.nn.functional import normalize
 from transformers import AutoModelForImageClassification, AutoModelForZeroShotImageClassification
 
 from batchery_worker.models.inputs import ZeroShotKeywords
-from batchery_worker.models.media_kinds import LabelModel, name_scores
+from batchery_worker.models.labels import name_scores
+from batchery_worker.models.media_kinds import LabelModel
 from batchery_worker.models.vision.embedding import TowerModel
 from batchery_worker.models.vision.image_model import ImageModel
 from batchery_worker.models.vision.reader import ImageTextReader

@@ -1,37 +1,27 @@
 """Labels and vectors of sound: results are those of transformers, for mixed lengths in a batch."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from kombu.utils.imports import symbol_by_name
 
 from batchery import Classification, Embedding, InvalidItem, ModelLoadError, to_numpy
-from batchery.installer import KINDS
 from batchery.outcomes import Failed
-from batchery.settings import ModelSettings
 from batchery_worker.models.audio.decoding import decode_audio
-from support.sounds import LABELS, RATE, BuildSound, make_recording
-from support.tiny_models import run
+from support.sounds import LABELS, RATE, make_recording
+from support.tiny_models import Build, Load, run
 
 SECONDS = (0.5, 1.7, 2.0, 0.9, 3.4, 1.7)
 RECORDINGS = [make_recording(seconds, seed) for seed, seconds in enumerate(SECONDS)]
 TEXTS = ["the cat sat on the mat", "a dog", "rain falls on green hills while the river runs"]
 
 
-def load(kind: str, folder: Path, **settings: Any) -> Any:
-    model = symbol_by_name(KINDS[kind])(
-        settings=ModelSettings(kind=kind, model=str(folder), **settings)
-    )
-    model.load("cpu")
-    return model
-
-
 @pytest.mark.parametrize("architecture", ["labels", "labels-unmasked", "spectrogram-labels"])
-def test_labels_have_the_scores_of_the_pipeline(build_sound: BuildSound, architecture: str) -> None:
+def test_labels_have_the_scores_of_the_pipeline(
+    load: Load, build_sound: Build, architecture: str
+) -> None:
     folder = build_sound(architecture)
     found = run(load("audio_classification", folder), RECORDINGS, top_k=3)
     make: Any = transformers.pipeline
@@ -49,7 +39,7 @@ def test_labels_have_the_scores_of_the_pipeline(build_sound: BuildSound, archite
     assert len({round(each["score"], 6) for each in found}) > 1
 
 
-def test_sounds_and_texts_have_the_vectors_of_the_model(build_sound: BuildSound) -> None:
+def test_sounds_and_texts_have_the_vectors_of_the_model(load: Load, build_sound: Build) -> None:
     folder = build_sound("clap")
     # Longer ones are cut at random by transformers.
     short = [each for each, seconds in zip(RECORDINGS, SECONDS, strict=True) if seconds <= 2]
@@ -73,20 +63,22 @@ def test_sounds_and_texts_have_the_vectors_of_the_model(build_sound: BuildSound)
         np.testing.assert_allclose(result["vector"], vector, rtol=1e-4, atol=1e-5)
 
 
-def test_sound_that_is_longer_than_the_model_hears_has_one_vector(build_sound: BuildSound) -> None:
+def test_sound_that_is_longer_than_the_model_hears_has_one_vector(
+    load: Load, build_sound: Build
+) -> None:
     model = load("audio_embedding", build_sound("clap"))
     first, second = run(model, [RECORDINGS[4]] * 2, encoding="base64")
     assert first == second
     assert np.linalg.norm(to_numpy(first)) == pytest.approx(1, abs=1e-5)
 
 
-def test_longer_sounds_take_more_of_the_token_budget(build_sound: BuildSound) -> None:
+def test_longer_sounds_take_more_of_the_token_budget(load: Load, build_sound: Build) -> None:
     model = load("audio_classification", build_sound("labels"))
     prepared = model.preprocess(RECORDINGS)
     assert [model.tokens(each) for each in prepared] == [25, 85, 100, 45, 170, 85]
 
 
-def test_bad_item_fails_alone(build_sound: BuildSound) -> None:
+def test_bad_item_fails_alone(load: Load, build_sound: Build) -> None:
     model = load("audio_classification", build_sound("labels"))
     good, *failed = run(model, [RECORDINGS[0], b"no sound", {"text": "a dog"}, ""])
     assert good["label"] in LABELS.values()
@@ -95,7 +87,7 @@ def test_bad_item_fails_alone(build_sound: BuildSound) -> None:
         assert isinstance(each.exception, InvalidItem)
 
 
-def test_model_of_another_kind_is_refused(build_sound: BuildSound) -> None:
+def test_model_of_another_kind_is_refused(load: Load, build_sound: Build) -> None:
     with pytest.raises(ModelLoadError, match="has no sound and texts in one space"):
         load("audio_embedding", build_sound("labels"))
     with pytest.raises(ModelLoadError, match="a clap model is none of the kind"):

@@ -18,7 +18,8 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.audio import transcription
 from batchery_worker.models.audio.decoding import decode_audio
 from batchery_worker.models.audio.transcription import TranscriptionModel
-from support.sounds import RATE, WINDOW_S, BuildSound, make_recording
+from support.sounds import RATE, WINDOW_S, make_recording
+from support.tiny_models import Build
 
 #: Shorter than a window, as long as one, and of many.
 SECONDS = (0.7, 2.9, 3.0, 4.1, 7.3, 13.2, 1.6)
@@ -88,7 +89,7 @@ def as_chunks(parts: Sequence[Mapping[str, Any]], chunks: Sequence[Mapping[str, 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("timestamps", ["segment", "word", "none"])
 def test_whisper_says_what_the_pipeline_says_one_by_one(
-    build_sound: BuildSound, timestamps: str, beams: int
+    build_sound: Build, timestamps: str, beams: int
 ) -> None:
     folder = build_sound("whisper-en")
     plain = Plain(folder, WINDOW_S)
@@ -105,7 +106,7 @@ def test_whisper_says_what_the_pipeline_says_one_by_one(
         assert as_chunks(result.get("segments", []), chunks) == chunks
 
 
-def test_window_of_whisper_says_what_generate_says(build_sound: BuildSound) -> None:
+def test_window_of_whisper_says_what_generate_says(build_sound: Build) -> None:
     folder = build_sound("whisper-en")
     plain = Plain(folder, WINDOW_S).pipe
     short = [each for each, seconds in zip(RECORDINGS, SECONDS, strict=True) if seconds < WINDOW_S]
@@ -121,7 +122,7 @@ def test_window_of_whisper_says_what_generate_says(build_sound: BuildSound) -> N
         assert result["text"] == plain.tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def test_jobs_of_several_languages_share_passes(build_sound: BuildSound) -> None:
+def test_jobs_of_several_languages_share_passes(build_sound: Build) -> None:
     folder = build_sound("whisper")
     model, plain = load(folder), Plain(folder, WINDOW_S)
     languages = [None, "en", "german", "fr", None, "DE", None]
@@ -144,7 +145,7 @@ def test_jobs_of_several_languages_share_passes(build_sound: BuildSound) -> None
         assert found[at]["language"] in ([options["language"]] if options else ["en", "de", "fr"])
 
 
-def test_prompt_and_task_are_those_of_generate(build_sound: BuildSound) -> None:
+def test_prompt_and_task_are_those_of_generate(build_sound: Build) -> None:
     folder = build_sound("whisper")
     plain = Plain(folder, WINDOW_S)
     keywords = {"language": "de", "task": "translate", "prompt": "a cat", "beams": 1}
@@ -158,9 +159,7 @@ def test_prompt_and_task_are_those_of_generate(build_sound: BuildSound) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["wav2vec2", "wav2vec2-unmasked"])
-def test_ctc_says_what_the_pipeline_says_one_by_one(
-    build_sound: BuildSound, architecture: str
-) -> None:
+def test_ctc_says_what_the_pipeline_says_one_by_one(build_sound: Build, architecture: str) -> None:
     folder = build_sound(architecture)
     plain = Plain(folder, 30)
     items = [*RECORDINGS[:3], *LONG]
@@ -195,7 +194,7 @@ def drive(
 @pytest.mark.parametrize("timestamps", ["segment", "word", "none"])
 @pytest.mark.parametrize("architecture", ["whisper-en", "wav2vec2"])
 def test_recording_goes_on_behind_its_pieces(
-    build_sound: BuildSound, architecture: str, timestamps: str
+    build_sound: Build, architecture: str, timestamps: str
 ) -> None:
     model = load(build_sound(architecture), slots=1)
     recording = LONG[3] if architecture == "wav2vec2" else RECORDINGS[5]
@@ -220,7 +219,7 @@ def test_recording_goes_on_behind_its_pieces(
         assert before + again == segments
 
 
-def test_unread_recording_that_makes_room_loses_nothing(build_sound: BuildSound) -> None:
+def test_unread_recording_that_makes_room_loses_nothing(build_sound: Build) -> None:
     model = load(build_sound("whisper-en"), slots=1)
     (prepared,) = prepare(model, RECORDINGS[5:6], {"beams": 1})
     model.is_streamed = False
@@ -238,7 +237,7 @@ def test_unread_recording_that_makes_room_loses_nothing(build_sound: BuildSound)
     assert outcome == transcribe(model, RECORDINGS[5:6], beams=1)[0]
 
 
-def test_short_recording_does_not_wait_for_a_long_one(build_sound: BuildSound) -> None:
+def test_short_recording_does_not_wait_for_a_long_one(build_sound: Build) -> None:
     model = load(build_sound("whisper-en"), slots=4)
     prepared = prepare(model, [make_recording(60), *RECORDINGS[:2]], {"beams": 1})
     slots: Slots[int] = Slots(model, 4)
@@ -250,7 +249,7 @@ def test_short_recording_does_not_wait_for_a_long_one(build_sound: BuildSound) -
     assert ended == {1, 2}
 
 
-def test_jobs_with_other_keywords_have_passes_of_their_own(build_sound: BuildSound) -> None:
+def test_jobs_with_other_keywords_have_passes_of_their_own(build_sound: Build) -> None:
     model = load(build_sound("whisper-en"), slots=4)
     slots: Slots[int] = Slots(model, 4)
     kinds: list[dict[str, Any]] = [{"beams": 1}, {"beams": 1, "timestamps": "none"}]
@@ -265,7 +264,7 @@ def test_jobs_with_other_keywords_have_passes_of_their_own(build_sound: BuildSou
         assert result == transcribe(model, [make_recording(12, at)], **keywords)[0]
 
 
-def test_bad_recording_fails_alone(build_sound: BuildSound) -> None:
+def test_bad_recording_fails_alone(build_sound: Build) -> None:
     model = load(build_sound("whisper-en"))
     items = [RECORDINGS[0], b"no sound", {"audio": RECORDINGS[1]}, 7, {"text": "a word"}]
     good, *others = transcribe(model, items, beams=1)
@@ -276,14 +275,14 @@ def test_bad_recording_fails_alone(build_sound: BuildSound) -> None:
         assert isinstance(failed.exception, InvalidItem)
 
 
-def test_recording_has_a_minimum_length(build_sound: BuildSound) -> None:
+def test_recording_has_a_minimum_length(build_sound: Build) -> None:
     model = load(build_sound("wav2vec2"))
     short, long = prepare(model, [make_recording(0.09), make_recording(0.1)], {})
     assert str(short.exception) == "audio: has 0.090 seconds, fewer than 0.1"
     assert run_steps(model, [long], {})[0]["duration_s"] == 0.1
 
 
-def test_what_transformers_refuses_fails_its_job_alone(build_sound: BuildSound) -> None:
+def test_what_transformers_refuses_fails_its_job_alone(build_sound: Build) -> None:
     model = load(build_sound("whisper-en"))
     # More than the model may write behind such a prompt.
     model._speech._pipe.model.generation_config.max_new_tokens = 40
@@ -300,13 +299,13 @@ def test_what_transformers_refuses_fails_its_job_alone(build_sound: BuildSound) 
     assert [found[0]["duration_s"], found[2]["duration_s"]] == [0.7, 3.0]
 
 
-def test_drawn_tokens_make_another_text(build_sound: BuildSound) -> None:
+def test_drawn_tokens_make_another_text(build_sound: Build) -> None:
     model = load(build_sound("whisper-en"))
     (drawn,) = transcribe(model, RECORDINGS[5:6], temperature=1.0)
     assert drawn["text"] != transcribe(model, RECORDINGS[5:6], beams=1)[0]["text"]
 
 
-def test_recording_has_a_maximum_length(build_sound: BuildSound) -> None:
+def test_recording_has_a_maximum_length(build_sound: Build) -> None:
     settings = ModelSettings(kind="transcription", model=str(build_sound("whisper-en")))
     model = TranscriptionModel(settings, MediaSettings(max_audio_s=5))
     model.load("cpu")
@@ -327,14 +326,14 @@ def test_recording_has_a_maximum_length(build_sound: BuildSound) -> None:
     ],
 )
 def test_wrong_keyword_is_named(
-    build_sound: BuildSound, architecture: str, keywords: dict[str, Any], problem: str
+    build_sound: Build, architecture: str, keywords: dict[str, Any], problem: str
 ) -> None:
     (failed,) = prepare(load(build_sound(architecture)), RECORDINGS[:1], keywords)
     assert isinstance(failed.exception, InvalidItem)
     assert str(failed.exception).startswith(problem)
 
 
-def test_whisper_that_knows_no_times_gives_none(build_sound: BuildSound, tmp_path: Path) -> None:
+def test_whisper_that_knows_no_times_gives_none(build_sound: Build, tmp_path: Path) -> None:
     folder = tmp_path / "whisper"
     folder.mkdir()
     for file in build_sound("whisper-en").iterdir():
@@ -350,7 +349,7 @@ def test_whisper_that_knows_no_times_gives_none(build_sound: BuildSound, tmp_pat
     assert str(failed.exception).startswith("keyword timestamps = 'word'")
 
 
-def test_model_that_hears_no_speech_is_refused(build_sound: BuildSound) -> None:
+def test_model_that_hears_no_speech_is_refused(build_sound: Build) -> None:
     with pytest.raises(ModelLoadError, match="is a clap, and transcription takes Whisper"):
         load(build_sound("clap"))
     with pytest.raises(ModelLoadError, match="its checkpoint has no trained head"):
@@ -358,7 +357,7 @@ def test_model_that_hears_no_speech_is_refused(build_sound: BuildSound) -> None:
 
 
 def test_step_that_takes_long_is_followed_by_a_shorter_one(
-    build_sound: BuildSound, monkeypatch: pytest.MonkeyPatch
+    build_sound: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(build_sound("whisper-en"), slots=8)
     (prepared,) = prepare(model, [make_recording(80)], {"beams": 1})

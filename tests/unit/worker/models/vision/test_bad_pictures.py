@@ -19,14 +19,14 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.vision.classification import ImageClassificationModel
 from batchery_worker.models.vision.detection import ObjectDetectionModel
 from batchery_worker.models.vision.embedding import ImageEmbeddingModel
-from support.pictures import BuildVision, draw, encode
+from support.pictures import draw, encode
 from support.tiny_models import Build, run
 
 PICTURE = draw(64, 48)
 
 
 @pytest.fixture(scope="module")
-def model(build_vision: BuildVision) -> ImageEmbeddingModel:
+def model(build_vision: Build) -> ImageEmbeddingModel:
     settings = ModelSettings(kind="image_embedding", model=str(build_vision("clip")))
     model = ImageEmbeddingModel(settings, MediaSettings(max_pixels=10_000))
     model.load("cpu")
@@ -134,7 +134,7 @@ def refuse(kind: type[Any], name: str, folder: Path, **settings: Any) -> str:
 
 
 def test_models_that_do_not_fit_the_kind_are_refused(
-    build_vision: BuildVision, build: Build, tmp_path: Path
+    build_vision: Build, build: Build, tmp_path: Path
 ) -> None:
     vit, clip = build_vision("vit"), build_vision("clip")
     text = refuse(ImageClassificationModel, "image_classification", build("bert"))

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from batchery import Engine, InvalidItem, ModelSettings
-from support.pictures import BuildVision, draw, encode
+from support.pictures import draw, encode
+from support.tiny_models import Build
 
 
 def test_an_engine_takes_pictures(
-    build_vision: BuildVision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    build_vision: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     picture = encode(draw(64, 48))
     (tmp_path / "a.png").write_bytes(picture)

@@ -9,26 +9,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from kombu.utils.imports import symbol_by_name
 from PIL import Image
 from transformers.image_utils import load_image
 
 from batchery import Classification, Detection, Embedding
-from batchery.installer import KINDS
-from batchery.settings import ModelSettings
-from support.pictures import BuildVision, draw_many
-from support.tiny_models import run
+from support.pictures import draw_many
+from support.tiny_models import Build, Load, run
 
 PICTURES = draw_many(9)
 TEXTS = ["the cat sat on the mat", "a dog", "rain falls on green hills while the river runs"]
-
-
-def load(kind: str, folder: Path, **settings: Any) -> Any:
-    model = symbol_by_name(KINDS[kind])(
-        settings=ModelSettings(kind=kind, model=str(folder), **settings)
-    )
-    model.load("cpu")
-    return model
 
 
 def open_all(pictures: Sequence[bytes]) -> list[Image.Image]:
@@ -42,7 +31,7 @@ def pipeline(task: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("architecture", ["clip", "siglip"])
 def test_pictures_and_texts_have_the_vectors_of_the_model(
-    build_vision: BuildVision, architecture: str
+    load: Load, build_vision: Build, architecture: str
 ) -> None:
     folder = build_vision(architecture)
     model = load("image_embedding", folder, normalize=False)
@@ -73,7 +62,7 @@ def test_pictures_and_texts_have_the_vectors_of_the_model(
 
 @pytest.mark.parametrize("architecture", ["dinov2", "vit"])
 def test_model_of_pictures_alone_has_the_vectors_of_its_pooler(
-    build_vision: BuildVision, architecture: str
+    load: Load, build_vision: Build, architecture: str
 ) -> None:
     folder = build_vision(architecture)
     found = run(load("image_embedding", folder, normalize=False), PICTURES)
@@ -84,7 +73,8 @@ def test_model_of_pictures_alone_has_the_vectors_of_its_pooler(
 
 
 def test_classifier_without_a_pooler_has_the_vectors_of_its_first_token(
-    build_vision: BuildVision,
+    load: Load,
+    build_vision: Build,
 ) -> None:
     folder = build_vision("vit-labels")
     found = run(load("image_embedding", folder, normalize=False), PICTURES)
@@ -94,7 +84,7 @@ def test_classifier_without_a_pooler_has_the_vectors_of_its_first_token(
         np.testing.assert_allclose(result["vector"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_labels_of_pictures(build_vision: BuildVision) -> None:
+def test_labels_of_pictures(load: Load, build_vision: Build) -> None:
     folder = build_vision("vit-labels")
     found = run(load("image_classification", folder), PICTURES, top_k=3)
     theirs = pipeline("image-classification", folder)
@@ -108,7 +98,7 @@ def test_labels_of_pictures(build_vision: BuildVision) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["clip", "siglip"])
-def test_labels_that_a_job_brings(build_vision: BuildVision, architecture: str) -> None:
+def test_labels_that_a_job_brings(load: Load, build_vision: Build, architecture: str) -> None:
     folder, labels = build_vision(architecture), ["a cat", "the old garden", "tea and salt"]
     model = load("zero_shot_image_classification", folder)
     found = run(model, PICTURES, labels=labels, template="the {} on hills")
@@ -121,7 +111,7 @@ def test_labels_that_a_job_brings(build_vision: BuildVision, architecture: str) 
         Classification.model_validate(result)
 
 
-def test_objects_in_pictures(build_vision: BuildVision) -> None:
+def test_objects_in_pictures(load: Load, build_vision: Build) -> None:
     folder = build_vision("detr")
     found = run(load("object_detection", folder), PICTURES, threshold=0.3)
     theirs = pipeline("object-detection", folder)
