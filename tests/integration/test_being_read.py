@@ -1,8 +1,5 @@
 """Jobs whose items are read first: they keep no other out, and nothing of a job is lost."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,8 @@ from celery import Celery
 from apps import read_first
 from batchery import DeadlineExceeded, DeviceDied
 from conftest import StartWorker, flush
-from support.harness import PYTHONPATH, leased, wait_for
+from support.harness import leased, wait_for
+from support.own_process import run_alone
 from support.patience import TIMEOUT_S, patient
 
 
@@ -100,13 +98,4 @@ print("done")
 
 def test_jobs_that_were_handed_over_are_read_too(redis_url: str, tmp_path: Path) -> None:
     flush(redis_url)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TEST, redis_url],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "WORKER_LOGLEVEL": "error"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patient(240),
-    )
-    assert done.stdout == "done\n", done.stdout + done.stderr
+    run_alone(TEST, redis_url, folder=tmp_path)

@@ -68,10 +68,8 @@ def gateway(
 def page(browser: Browser, gateway: GatewayProcess) -> Iterator[Browser]:
     """The page of the gateway, at a desk."""
     browser.looks(DESK)
-    browser.get(gateway.url)
-    wait_for(lambda: browser.text("state") == "1 worker", "the page shows the worker")
-    yield browser
-    assert browser.complaints() == []
+    with browser.visits(gateway.url):
+        yield browser
 
 
 @contextmanager

@@ -56,10 +56,8 @@ def gateway(start_gateway: StartGateway, worker: Worker, models: dict[str, Any])
 @pytest.fixture
 def page(browser: Browser, gateway: GatewayProcess) -> Iterator[Browser]:
     browser.looks(DESK)
-    browser.get(gateway.url)
-    wait_for(lambda: browser.text("state") == "1 worker", "the page shows the worker")
-    yield browser
-    assert browser.complaints() == []
+    with browser.visits(gateway.url):
+        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,8 @@ def gateway(
 
 @pytest.fixture
 def page(browser: Browser, gateway: GatewayProcess) -> Iterator[Browser]:
-    browser.get(gateway.url)
-    wait_for(lambda: browser.text("state") == "1 worker", "the page shows the worker")
-    yield browser
-    assert browser.complaints() == []
+    with browser.visits(gateway.url):
+        yield browser
 
 
 def choose(page: Browser, model: str, text: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from conftest import flush
 from support.harness import PYTHONPATH
+from support.own_process import run_alone
 from support.patience import TIMEOUT_S, patient
 
 #: Runs in a process of its own: a worker leaves its marks on the one that it was in.
@@ -78,16 +79,7 @@ def test_a_worker_in_a_test_runs_batches_in_the_process_of_the_test(
     redis_url: str, tmp_path: Path, pool: str, case: str
 ) -> None:
     flush(redis_url)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TEST, redis_url, pool, case],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "WORKER_LOGLEVEL": "error"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patient(240),
-    )
-    assert done.stdout == "done\n", done.stdout + done.stderr
+    run_alone(TEST, redis_url, pool, case, folder=tmp_path)
 
 
 #: A test of a function, in a directory with models.

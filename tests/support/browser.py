@@ -12,6 +12,8 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
+from support.harness import wait_for
+
 CHROMIUM = Path("/usr/bin/chromium")
 DRIVER = Path("/usr/bin/chromedriver")
 
@@ -44,6 +46,14 @@ class Browser(webdriver.Chrome):
         self.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+    @contextmanager
+    def visits(self, url: str) -> Iterator[None]:
+        """Opens the gateway's page, and waits for its worker; at the end nothing was complained."""
+        self.get(url)
+        wait_for(lambda: self.text("state") == "1 worker", "the page shows the worker")
+        yield
+        assert self.complaints() == []
 
     def text(self, name: str) -> str:
         """What the reader sees of an element, by its id."""
