@@ -38,7 +38,7 @@ def _read_settings() -> Settings:
 
 def _config() -> dict[str, Any]:
     settings = _read_settings()
-    url = settings.redis_url
+    url = settings.redis_url or "redis://localhost:6379/0"
     return {
         "broker_url": url,
         "result_backend": settings.result_url or url,

@@ -1,13 +1,48 @@
 """URLs of brokers: whether one is any, and how an app gets one that a caller gives."""
 
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from celery import Celery
+from redis.connection import parse_url
 
 from batchery.errors import SettingsError
 
 #: Schemes of URLs that name no broker.
 NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
+
+#: Schemes of URLs that name a cluster, and what its nodes speak.
+SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
+
+
+def is_cluster(url: str | None) -> bool:
+    """Whether a URL names a cluster."""
+    return url is not None and urlsplit(url).scheme in SCHEMES
+
+
+def read_cluster_url(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Reads `redis+cluster://user:password@host:port,host:port/?option=value`.
+
+    Args:
+        url: Its scheme is one of `SCHEMES`; options are those that redis-py reads from a URL.
+
+    Returns:
+        Host and port of the nodes that are asked first, and options of all connections.
+
+    Raises:
+        ValueError: It is none; the text says what is wrong with it.
+    """
+    parts = urlsplit(url)
+    user, _, hosts = parts.netloc.rpartition("@")
+    options: dict[str, Any] = {}
+    nodes = []
+    for host in hosts.split(","):
+        netloc = f"{user}@{host}" if user else host
+        options = dict(parse_url(urlunsplit((SCHEMES[parts.scheme], netloc, *parts[2:]))))
+        nodes.append((options.pop("host", "localhost"), options.pop("port", 6379)))
+    if options.pop("db", 0):
+        raise ValueError("a cluster has no databases; leave the number away")
+    return nodes, options
 
 
 def check_broker_url(url: str) -> str:
@@ -16,6 +51,9 @@ def check_broker_url(url: str) -> str:
     Raises:
         ValueError: It is none.
     """
+    if is_cluster(url):
+        read_cluster_url(url)
+        return url
     for part in url.split(";"):
         parts = urlsplit(part.strip())
         if not (parts.scheme and "://" in part) or parts.scheme in NO_BROKER:

@@ -28,6 +28,14 @@ class Installation:
         return Settings.load(self._app.conf, **self._keywords)
 
     @cached_property
+    def redis_url(self) -> str | None:
+        """The Redis with the queues of batch jobs, if it is not the app's broker."""
+        conf = self._app.conf
+        brokers = (conf.broker_url, conf.broker_read_url, conf.broker_write_url)
+        url = self.settings.redis_url
+        return None if url in brokers else url
+
+    @cached_property
     def queue_limits(self) -> QueueLimits | None:
         """The limits of the priority classes; None if no class has any."""
         try:
@@ -62,6 +70,12 @@ def get_queue_limits(app: Celery) -> QueueLimits | None:
     """The limits of an app's priority classes; None if it has none, or `install` never saw it."""
     found = _installations.get(app)
     return None if found is None else found.queue_limits
+
+
+def get_redis_url(app: Celery) -> str | None:
+    """The Redis with the queues of an app's batch jobs; None if these are with its broker."""
+    found = _installations.get(app)
+    return None if found is None else found.redis_url
 
 
 def get_media_settings(app: Celery) -> MediaSettings:

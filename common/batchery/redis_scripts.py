@@ -25,9 +25,10 @@ def get_database(pool: Any) -> int:
 
 
 def find_server(pool: Any) -> tuple[Any, ...]:
-    """The server of a pool's connections; a Sentinel's by the name it goes by."""
+    """The server of a pool's connections: a Sentinel's by its name, a cluster's by the slot."""
     given = pool.connection_kwargs
-    return getattr(pool, "service_name", None), *map(given.get, ("host", "port", "path"))
+    names = ("host", "port", "path", "cluster", "slot")
+    return getattr(pool, "service_name", None), *map(given.get, names)
 
 
 def find_place(pool: Any) -> tuple[Any, ...]:

@@ -106,9 +106,11 @@ class Settings(BaseSettings):
         frozen=True,
     )
 
-    redis_url: str = Field(
-        "redis://localhost:6379/0",
-        description="Redis of the standalone app (`batchery.app`), for its queues.",
+    redis_url: str | None = Field(
+        None,
+        description="Redis with the queues of batch jobs, which may be a cluster:"
+        " `redis+cluster://host:port,host:port`. If unset, the app's broker; the standalone app"
+        " (`batchery.app`) has it as its broker, too, or else `redis://localhost:6379/0`.",
     )
     result_url: str | None = Field(
         None, description="Result backend of the standalone app; `redis_url` if unset."

@@ -133,6 +133,11 @@ class OwnRedis:
             self._process = None
 
     @property
+    def is_running(self) -> bool:
+        """Whether it was not killed."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """Of the process that runs."""
         assert self._process is not None

@@ -11,9 +11,16 @@ import kombu.transport
 import redis
 from kombu.transport import redis as kombu_redis
 
-from batchery.transport.channel import Channel, SentinelChannel
+from batchery.transport.channel import Channel, ClusterChannel, SentinelChannel
 
-__all__ = ["NEEDS_WRITES", "REFUSALS", "SentinelTransport", "Transport", "use_transport"]
+__all__ = [
+    "NEEDS_WRITES",
+    "REFUSALS",
+    "ClusterTransport",
+    "SentinelTransport",
+    "Transport",
+    "use_transport",
+]
 
 #: Transport option of a worker's connection: a server that takes no writes counts as away.
 NEEDS_WRITES = "needs_writes"
@@ -51,6 +58,12 @@ class SentinelTransport(Transport):
 
     default_port = 26379
     Channel = SentinelChannel
+
+
+class ClusterTransport(Transport):
+    """The same transport, of one shard of a Redis Cluster."""
+
+    Channel = ClusterChannel
 
 
 def use_transport() -> None:

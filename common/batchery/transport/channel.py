@@ -13,6 +13,7 @@ from kombu.transport import virtual
 from kombu.utils.json import dumps
 
 from batchery.retry import find_refusal
+from batchery.transport.cluster import list_tags, slot_options
 from batchery.transport.outbox import OutboxChannel
 from batchery.transport.redis_schema import (
     REPLIES_CLIENT,
@@ -216,6 +217,27 @@ class SentinelChannel(DeviceQueueChannel, kombu_redis.SentinelChannel):  # type:
     """A channel to the master that Sentinel names."""
 
     from_transport_options = (*kombu_redis.SentinelChannel.from_transport_options, *OPTIONS)
+
+
+class ClusterChannel(DeviceQueueChannel, kombu_redis.Channel):  # type: ignore[misc]
+    """A channel to one shard of a cluster: kombu's key prefix is the shard's tag."""
+
+    #: Transport options: URL of the cluster, and number of the shard.
+    cluster_url = ""
+    shard = 0
+
+    from_transport_options = (*Channel.from_transport_options, "cluster_url", "shard")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = args[0].client.transport_options
+        options["global_keyprefix"] = list_tags()[options["shard"]]
+        super().__init__(*args, **kwargs)
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        params = super()._connparams(asynchronous)
+        of_address = {"host", "port", "username", "password", "connection_class"}
+        own = {name: value for name, value in params.items() if name not in of_address}
+        return {**own, **slot_options(self.cluster_url, self.shard)}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,107 @@
+"""Where the jobs of a queue are: with the app's broker, on a Redis of their own, or on a cluster."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from celery import Celery
+from kombu import Connection, pools
+
+from batchery.broker_url import is_cluster
+from batchery.installation import get_redis_url
+from batchery.transport import ClusterTransport, SentinelTransport, Transport
+from batchery.transport.cluster import SHARDS, find_shard
+from batchery.transport.redis_schema import find_own
+
+#: How far apart the tokens of leases on two shards are, so that a device has no two that are equal.
+TOKENS = 2**49
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One Redis with all queues, or one shard of a cluster, with some of them."""
+
+    #: Of the Redis or the cluster; None for the app's broker.
+    url: str | None = None
+    #: Its number in a cluster.
+    number: int = 0
+    #: Whether it is no broker of the app.
+    is_apart: bool = False
+
+    @property
+    def first_token(self) -> int:
+        """The token that is below those of all leases here."""
+        return self.number * TOKENS
+
+    def connect(self, app: Celery, *, writes: bool = False) -> Connection:
+        """Makes a connection of kombu's, which does not connect yet.
+
+        Args:
+            app: Its options of transport apply, too.
+            writes: Whether it is for a producer, where the app has two URLs of brokers.
+        """
+        connect: Any = app.connection_for_write if writes else app.connection_for_read
+        if not self.is_apart:
+            return connect(self.url)  # type: ignore[no-any-return]
+        if is_cluster(self.url):
+            options = {"cluster_url": self.url, "shard": self.number}
+            return connect(  # type: ignore[no-any-return]
+                "redis://", transport=ClusterTransport, transport_options=options, ssl=False
+            )
+        is_sentinel = urlsplit(self.url or "").scheme == "sentinel"
+        transport = SentinelTransport if is_sentinel else Transport
+        return connect(self.url, transport=transport, ssl=False)  # type: ignore[no-any-return]
+
+
+def list_shards(app: Celery) -> Sequence[Shard]:
+    """All shards in which the app's batch jobs may be."""
+    url = get_redis_url(app)
+    if url is None:
+        return (Shard(),)
+    numbers = range(SHARDS) if is_cluster(url) else range(1)
+    return [Shard(url, number, is_apart=True) for number in numbers]
+
+
+def shard_of(app: Celery, queue: str) -> Shard:
+    """The shard with the jobs of a queue, or of a list beside it."""
+    shards = list_shards(app)
+    return shards[find_shard(find_own(queue))] if len(shards) > 1 else shards[0]
+
+
+@contextmanager
+def acquire_producer(app: Celery, queue: str, producer: Any = None) -> Iterator[Any]:
+    """A producer of kombu's for the jobs of a queue.
+
+    Args:
+        app: The app.
+        queue: Name of the queue.
+        producer: One for the app's broker that the caller has, maybe.
+    """
+    shard = shard_of(app, queue)
+    if not shard.is_apart:
+        with app.producer_or_acquire(producer) as found:
+            yield found
+        return
+    pool: Any = pools.producers[shard.connect(app, writes=True)]
+    # As Celery's own pool of producers.
+    pool.limit = app.pool.limit
+    with pool.acquire(block=True) as found:
+        yield found
+
+
+@contextmanager
+def open_channels(app: Celery) -> Iterator[Sequence[Any]]:
+    """Channels of kombu's to all shards, in order, for commands that look at all queues.
+
+    Raises:
+        OperationalError: A server does not answer; kombu's error.
+    """
+    connections = [shard.connect(app) for shard in list_shards(app)]
+    try:
+        yield [connection.default_channel for connection in connections]
+    finally:
+        for connection in connections:
+            with closing(connection):
+                connection.release()
