@@ -29,7 +29,7 @@ class OwnCluster:
             options: Those of redis.conf, with underscores.
         """
         directory.mkdir()
-        own = {
+        own: dict[str, Any] = {
             "cluster_enabled": "yes",
             "cluster_node_timeout": str(NODE_TIMEOUT_MS),
             "cluster_replica_validity_factor": "0",
