@@ -24,8 +24,9 @@ def connect(url: str) -> Any:
     if not is_cluster(url):
         return Redis.from_url(url, socket_timeout=ANSWER_S)
     nodes, options = read_cluster_url(url)
+    make_node: Any = ClusterNode
     return RedisCluster(
-        startup_nodes=[ClusterNode(*each) for each in nodes],
+        startup_nodes=[make_node(*each) for each in nodes],
         require_full_coverage=False,
         socket_timeout=ANSWER_S,
         **options,

@@ -186,7 +186,8 @@ class RedisCluster:
 
     def ask(self, node: Node, command: str, *args: Any) -> Any:
         """What a node answers."""
-        with closing(redis.Redis.from_url(node.url, decode_responses=True)) as client:
+        client: Any = redis.Redis.from_url(node.url, decode_responses=True)
+        with closing(client):
             return client.execute_command(*command.split(), *args)
 
     def id_of(self, node: Node) -> str:

@@ -22,11 +22,11 @@ from benchmarks.chaos.plan import Plan
 from benchmarks.chaos.recovery import recoveries
 from benchmarks.chaos.sampler import Exporter, Sampler
 from benchmarks.chaos.schedule import Action, Event, again, schedule
-from benchmarks.redis_clients import connect
 from benchmarks.chaos.tasks import BATCH_TASKS, QUEUE
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import Watcher
 from benchmarks.chaos.workload import Order, orders
+from benchmarks.redis_clients import connect
 
 #: Pause between two looks at the clock, in seconds.
 TICK_S = 0.02

@@ -222,31 +222,42 @@ class Cluster:
         """Does something to a server, or continues the worker that was stopped first."""
         match action:
             case Action.CONTINUE_WORKER:
-                stopped = [member for member in self._members if member.is_stopped][:1]
-                for member in stopped:
-                    member.go_on()
-                return " ".join(member.name for member in stopped)
-            case Action.REDIS_DOWN:
-                return "done" if self.redis.kill(pick) else ""
-            case Action.REDIS_UP:
-                self.redis.restart()
+                return self._go_on()
             case Action.CUT:
                 return f"{self.redis.cut()} of them"
-            case Action.FILL:
-                return "done" if self.redis.fill() else ""
-            case Action.FREE:
-                return "done" if self.redis.free() else ""
-            case Action.FAIL_OVER:
-                return "done" if self.redis.fail_over(pick) else ""
-            case Action.FOLLOW:
-                return "done" if self.redis.follow() else ""
-            case Action.MOVE_SLOT:
-                return "done" if self.redis.move(pick) else ""
             case Action.BROKER_DOWN if self._rabbit is not None:
                 self._rabbit.kill()
             case Action.BROKER_UP if self._rabbit is not None:
                 self._rabbit.start()
+            case _:
+                return "done" if self._do_to_redis(action, pick) else ""
         return "done"
+
+    def _go_on(self) -> str:
+        stopped = [member for member in self._members if member.is_stopped][:1]
+        for member in stopped:
+            member.go_on()
+        return " ".join(member.name for member in stopped)
+
+    def _do_to_redis(self, action: Action, pick: float) -> bool:
+        """Does something to Redis, or to a node of the cluster; returns whether it could be done."""
+        redis = self.redis
+        match action:
+            case Action.REDIS_DOWN:
+                return redis.kill(pick)
+            case Action.REDIS_UP:
+                redis.restart()
+            case Action.FILL:
+                return redis.fill()
+            case Action.FREE:
+                return redis.free()
+            case Action.FAIL_OVER:
+                return redis.fail_over(pick)
+            case Action.FOLLOW:
+                return redis.follow()
+            case Action.MOVE_SLOT:
+                return redis.move(pick)
+        return True
 
 
 def _kill_one(up: Sequence[Member], of: Callable[[Member], list[int]], where: float) -> str:

@@ -15,10 +15,10 @@ from celery import Celery, chain, chord
 from celery.backends.redis import RedisBackend
 from kombu.transport import memory
 
-from benchmarks.redis_clients import AWAY
 from benchmarks.chaos.tasks import BATCH_TASKS, ORDINARY, QUEUE, STEP, TOTAL
 from benchmarks.chaos.ways import RabbitWay, RedisWay
 from benchmarks.chaos.workload import Kind, Order
+from benchmarks.redis_clients import AWAY
 
 _RedisBackend: Any = RedisBackend
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from kombu import Connection, Exchange, Queue
+from kombu.exceptions import OperationalError
 
 from benchmarks.redis_clients import connect, find_tag
 
@@ -114,7 +115,7 @@ class RabbitWay:
     @property
     def _errors(self) -> tuple[type[Exception], ...]:
         transport: Any = Connection(self._url)
-        return (*transport.connection_errors, *transport.channel_errors, OSError)
+        return (*transport.connection_errors, *transport.channel_errors, OperationalError, OSError)
 
     def _connect(self) -> Any:
         if self._connection is None:

@@ -106,9 +106,9 @@ class Place:
     def _worker(self) -> Iterator[GuardedProcess]:
         options = ["-l", "ERROR", "--without-mingle", "--without-gossip", "-P", "solo"]
         name = f"{uuid.uuid4()}@bench"
+        celery = [sys.executable, "-W", "ignore", "-m", "celery", "-A", MODULE, "worker"]
         worker = GuardedProcess(
-            [*(sys.executable, "-W", "ignore", "-m", "celery", "-A", MODULE, "worker"), *options]
-            + ["-n", name, "-Q", ",".join(TASKS)],
+            [*celery, *options, "-n", name, "-Q", ",".join(TASKS)],
             env={**os.environ, **self._environment},
         )
         try:
@@ -125,7 +125,7 @@ class Place:
                 raise SystemExit(f"{done} of {jobs} jobs are done; workers that ended: {ended}")
             time.sleep(LOOK_S)
         worker_s = sum(cpu_of(psutil.Process(each.pid)) for each in workers)
-        return [done, time.monotonic(), worker_s, *map(cpu_of_node, self._nodes)]
+        return [float(done), time.monotonic(), worker_s, *map(cpu_of_node, self._nodes)]
 
 
 #: Stands for the id of a job.

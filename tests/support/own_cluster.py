@@ -5,6 +5,6 @@ from support.own_redis import OwnRedis
 
 
 class OwnCluster(RedisCluster):
-    """Three primaries with a replica each, if nobody asks for others, of the server that tests use."""
+    """Three primaries with a replica each, unless a test asks for others."""
 
     node_class = OwnRedis
