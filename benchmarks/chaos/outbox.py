@@ -12,15 +12,14 @@ from queue import Queue
 from typing import Any
 
 from celery import Celery, chain, chord
-from celery.backends.redis import RedisBackend
 from kombu.transport import memory
 
+from batchery import install
+from batchery.broker_url import is_cluster
 from benchmarks.chaos.tasks import BATCH_TASKS, ORDINARY, QUEUE, STEP, TOTAL
 from benchmarks.chaos.ways import RabbitWay, RedisWay
 from benchmarks.chaos.workload import Kind, Order
 from benchmarks.redis_clients import AWAY
-
-_RedisBackend: Any = RedisBackend
 
 #: Time of jobs with a countdown, in seconds: no device holds them meanwhile.
 LATER_S = 6.0
@@ -41,20 +40,6 @@ class Submission:
     sent_once: frozenset[str]
 
 
-class SilentBackend(_RedisBackend):  # type: ignore[misc]
-    """Prepares chords, and subscribes to nothing: the watcher sees all results."""
-
-    def on_task_call(self, producer: Any, task_id: str) -> None:
-        """Called for each message; does nothing."""
-
-    def add_pending_result(self, result: Any, **_: Any) -> Any:
-        """Called for each part of a chord; Redis may be down."""
-        return result
-
-    def on_result_fulfilled(self, result: Any) -> None:
-        """Called when a result object goes away; there is no subscription to end."""
-
-
 class Outbox:
     """Jobs on their way to Redis, in order."""
 
@@ -68,12 +53,15 @@ class Outbox:
         self._app = Celery("outbox", set_as_current=False)
         self._app.conf.update(
             broker_url="memory://",
-            result_backend=f"{__name__}:SilentBackend+{url}",
+            result_backend=url,
             result_backend_transport_options={"retry_policy": {"max_retries": 0}},
             task_default_queue=QUEUE,
             task_routes=ROUTES,
             task_publish_retry=False,
         )
+        if is_cluster(url):
+            install(self._app)
+        _silence(self._app.backend)
         self._own = RedisWay(url)
         self._broker: RedisWay | RabbitWay = self._own
         if broker_url.startswith("amqp"):
@@ -167,6 +155,13 @@ class Outbox:
                 return chain(step.clone((items[0],)), ordinary, step.clone())
             case Kind.CHORD:
                 return chord([step.clone((item,)) for item in items], self._app.signature(TOTAL))
+
+
+def _silence(backend: Any) -> None:
+    """Lets a backend prepare chords, and subscribe to nothing: the watcher sees all results."""
+    backend.on_task_call = backend.on_result_fulfilled = lambda *_, **__: None
+    # Called for each part of a chord; Redis may be down.
+    backend.add_pending_result = lambda result, **_: result
 
 
 def _captured() -> list[Any]:
