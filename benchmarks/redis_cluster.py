@@ -140,10 +140,14 @@ class RedisCluster:
             "appendfsync": "no",
         }
         self._primaries = primaries
+        # By themselves they are 10,000 above those of clients, and may be taken.
+        self._bus_ports = [find_lasting_port() for _ in range(primaries * (1 + replicas))]
         #: Primaries first, as they are at the start.
         self.nodes = [
-            self.node_class(directory / str(number), **{**own, **options})
-            for number in range(primaries * (1 + replicas))
+            self.node_class(
+                directory / str(number), **{**own, "cluster_port": str(port), **options}
+            )
+            for number, port in enumerate(self._bus_ports)
         ]
         self._stack = ExitStack()
 
@@ -174,7 +178,8 @@ class RedisCluster:
             # So that no two have the same epoch, which would have to be settled first.
             self.ask(node, "CLUSTER SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
-            self.ask(node, "CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
+            address = ("127.0.0.1", self.nodes[0].port, self._bus_ports[0])
+            self.ask(node, "CLUSTER MEET", *address)
         wait_for(self._all_know_all, "all nodes know each other")
         for number, node in enumerate(replicas):
             self.ask(node, "CLUSTER REPLICATE", self.id_of(primaries[number % self._primaries]))
@@ -272,15 +277,13 @@ class RedisCluster:
 def find_lasting_port() -> int:
     """A free port for a server that ends and comes back to it.
 
-    Linux gives no port below 32,768 to whoever asks for any. So nobody takes it meanwhile. A node
-    of a cluster has another one for the others, 10,000 above.
+    Linux gives no port below 32,768 to whoever asks for any. So nobody takes it meanwhile.
     """
     random = SystemRandom()
     while True:
         port = random.randrange(20_000, 32_000)
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 10_000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
 
 

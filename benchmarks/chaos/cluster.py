@@ -240,7 +240,7 @@ class Cluster:
         return " ".join(member.name for member in stopped)
 
     def _do_to_redis(self, action: Action, pick: float) -> bool:
-        """Does something to Redis, or to a node of the cluster; returns whether it could be done."""
+        """Does something to Redis, or to a node of a cluster; returns whether it could be done."""
         redis = self.redis
         match action:
             case Action.REDIS_DOWN:

@@ -45,7 +45,8 @@ class Registration:
         Raises:
             RedisUnavailable: It cannot; the text says why.
         """
-        require_supported(server_info(self._client, "server"))
+        is_shard = "slot" in self._client.connection_pool.connection_kwargs
+        require_supported(server_info(self._client, "server"), is_shard=is_shard)
         warn_of_eviction(server_info(self._client, "memory"))
 
     def register(self, last_token: int) -> None:
@@ -106,18 +107,26 @@ def server_info(client: Any, section: str) -> Mapping[str, Any]:
     return info
 
 
-def require_supported(info: Mapping[str, Any]) -> None:
-    """Raises RedisUnavailable for a Redis that cannot hold leases; `info` is INFO server."""
+def require_supported(info: Mapping[str, Any], *, is_shard: bool = False) -> None:
+    """Refuses a Redis that cannot hold leases.
+
+    Args:
+        info: Its INFO server.
+        is_shard: Whether the connection is one to a shard of a cluster.
+
+    Raises:
+        RedisUnavailable: It is too old, or a node of a cluster that is spoken to as one server.
+    """
     version = str(info.get("redis_version", "6.2"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise RedisUnavailable(
             f"the broker is Redis {version}, but leases need 6.2 or newer; update it"
         )
     # Valkey has its mode under a name of its own.
-    if "cluster" in (info.get("redis_mode"), info.get("server_mode")):
+    if "cluster" in (info.get("redis_mode"), info.get("server_mode")) and not is_shard:
         raise RedisUnavailable(
-            "the broker is a Redis Cluster, where a script cannot reach several queues;"
-            " use one server or Sentinel"
+            "this Redis is a node of a cluster: set batchery_redis_url to redis+cluster://HOST:PORT,"
+            " and broker_url to a broker that Celery knows"
         )
 
 
