@@ -33,7 +33,7 @@ class Node(Protocol):
     port: int
     url: str
 
-    def __init__(self, directory: Path, **options: str) -> None:
+    def __init__(self, directory: Path, binary: Path | None = None, **options: str) -> None:
         """Options are those of redis.conf, with underscores."""
 
     def __enter__(self) -> Self: ...
@@ -58,9 +58,10 @@ class Node(Protocol):
 class GuardedNode:
     """A server that cannot outlive this process."""
 
-    def __init__(self, directory: Path, **options: str) -> None:
+    def __init__(self, directory: Path, binary: Path | None = None, **options: str) -> None:
         """Options are those of redis.conf, with underscores."""
         directory.mkdir()
+        self._binary = binary or find_redis_server()
         self.port = find_lasting_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         given = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "appendonly": "yes"}
@@ -81,7 +82,7 @@ class GuardedNode:
         Raises:
             TimeoutError: It does not.
         """
-        command = [str(find_redis_server())]
+        command = [str(self._binary)]
         for name, value in self._options.items():
             command += [f"--{name.replace('_', '-')}", value]
         self._process = GuardedProcess(command, cwd=self._directory)
@@ -120,7 +121,13 @@ class RedisCluster:
     node_class: type[Node] = GuardedNode
 
     def __init__(
-        self, directory: Path, primaries: int = 3, replicas: int = 1, **options: str
+        self,
+        directory: Path,
+        primaries: int = 3,
+        replicas: int = 1,
+        *,
+        binary: Path | None = None,
+        **options: str,
     ) -> None:
         """Starts nothing yet.
 
@@ -128,6 +135,7 @@ class RedisCluster:
             directory: Where its servers keep their files; it is made.
             primaries: Their number.
             replicas: How many of each.
+            binary: The server, Redis 7 or newer; None for the one that is found first.
             options: Those of redis.conf, with underscores.
         """
         directory.mkdir()
@@ -145,7 +153,7 @@ class RedisCluster:
         #: Primaries first, as they are at the start.
         self.nodes = [
             self.node_class(
-                directory / str(number), **{**own, "cluster_port": str(port), **options}
+                directory / str(number), binary, **{**own, "cluster_port": str(port), **options}
             )
             for number, port in enumerate(self._bus_ports)
         ]
