@@ -35,6 +35,7 @@ class FaultyCluster:
         self._down: Node | None = None
         #: Whether the node that is down stays so until its replica has its place.
         self._is_replaced = False
+        self._is_full = False
 
     @property
     def pid(self) -> int:
@@ -71,8 +72,10 @@ class FaultyCluster:
 
     def fail_over(self, pick: float) -> bool:
         """Kills a primary, which stays down until its replica has its place."""
-        self._is_replaced = self.kill(pick) or self._is_replaced
-        return self._down is not None
+        if not self.kill(pick):
+            return False
+        self._is_replaced = True
+        return True
 
     def follow(self) -> bool:
         """Starts the old primary, as a replica; returns whether there is a new one."""
@@ -86,8 +89,8 @@ class FaultyCluster:
         return True
 
     def move(self, pick: float) -> bool:
-        """Moves a shard to another primary; returns whether all nodes ran."""
-        if not self._is_whole:
+        """Moves a shard to another primary; returns whether all nodes ran, and had room."""
+        if self._is_full or not self._is_whole:
             return False
         tags = list_tags()
         slot = key_slot(tags[int(pick * len(tags))].encode())
@@ -99,10 +102,12 @@ class FaultyCluster:
 
     def fill(self) -> bool:
         """Puts all nodes at maxmemory: they refuse what needs more."""
+        self._is_full = True
         return self._set("maxmemory", "1")
 
     def free(self) -> bool:
         """Ends that."""
+        self._is_full = False
         return self._set("maxmemory", "0")
 
     def cut(self) -> int:
