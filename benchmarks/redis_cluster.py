@@ -1,6 +1,9 @@
 """A Redis Cluster of real servers, whose nodes may be killed, and whose slots may be moved."""
 
+import os
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -11,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
+from batchery.errors import RedisUnavailable
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import find_redis_server
 
@@ -135,9 +139,15 @@ class RedisCluster:
             directory: Where its servers keep their files; it is made.
             primaries: Their number.
             replicas: How many of each.
-            binary: The server, Redis 7 or newer; None for the one that is found first.
+            binary: The server, Redis 7 or newer; None for the first one in PATH.
             options: Those of redis.conf, with underscores.
+
+        Raises:
+            RedisUnavailable: There is no such server.
         """
+        binary = binary or find_cluster_server()
+        if binary is None:
+            raise RedisUnavailable("no redis-server of version 7 or newer in PATH")
         directory.mkdir()
         own = {
             "cluster_enabled": "yes",
@@ -280,6 +290,21 @@ class RedisCluster:
         for node in (to, source, *self.nodes):
             if self.is_primary(node):
                 self.ask(node, "CLUSTER SETSLOT", slot, "NODE", self.id_of(to))
+
+
+def find_cluster_server() -> Path | None:
+    """A redis-server or valkey-server in PATH of version 7 or newer; None where there is none."""
+    for folder in os.get_exec_path():
+        for name in ("redis-server", "valkey-server"):
+            if (found := shutil.which(name, path=folder)) and is_new(Path(found)):
+                return Path(found).absolute()
+    return None
+
+
+def is_new(server: Path) -> bool:
+    """Whether a server has all commands that a cluster is made by here."""
+    done = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
+    return int(done.stdout.partition(" v=")[2].partition(".")[0]) >= 7
 
 
 def find_lasting_port() -> int:

@@ -4,7 +4,6 @@ The harness is that of `test_chaos.py`; these are its short runs. `python -m ben
 the long ones: `--cluster`, `--rabbitmq`.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from benchmarks.chaos.chaos import run
 from benchmarks.chaos.plan import Plan
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.rabbitmq import find_rabbitmq
-from support.own_redis import makes_clusters, redis_servers
+from benchmarks.redis_cluster import find_cluster_server
 
 #: A worker and a device die. Ordinary tasks are Celery's own, which loses some.
 DEATHS = Plan(
@@ -37,15 +36,6 @@ ON_A_CLUSTER = replace(DEATHS, cluster=True, failovers=1, redis_restarts=1, move
 BY_RABBITMQ = replace(DEATHS, rabbitmq=True, broker_restarts=2)
 
 
-@pytest.fixture
-def _a_server_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness finds a server that can be a node: it takes the first one in PATH."""
-    server = next(filter(makes_clusters, redis_servers()), None)
-    if server is None:
-        pytest.skip("no Redis 7 or newer is installed here")
-    monkeypatch.setenv("PATH", f"{server.parent}{os.pathsep}{os.environ['PATH']}")
-
-
 def is_kept(verdict: Verdict, plan: Plan) -> bool:
     """Whether each job of a plan was answered, once and rightly."""
     found = (verdict.lost, verdict.stuck, verdict.wrong, verdict.doubled)
@@ -53,7 +43,7 @@ def is_kept(verdict: Verdict, plan: Plan) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_a_server_of_clusters")
+@pytest.mark.skipif(find_cluster_server() is None, reason="no Redis 7 or newer is installed here")
 def test_nothing_is_lost_while_primaries_are_killed_and_slots_move(tmp_path: Path) -> None:
     verdict = run(ON_A_CLUSTER, tmp_path, print)
     assert {"fail over", "kill redis", "move slot", "kill worker"} <= set(verdict.faults)
