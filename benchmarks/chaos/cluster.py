@@ -246,7 +246,7 @@ class Cluster:
             case Action.REDIS_DOWN:
                 return redis.kill(pick)
             case Action.REDIS_UP:
-                redis.restart()
+                return redis.restart()
             case Action.FILL:
                 return redis.fill()
             case Action.FREE:

@@ -64,11 +64,13 @@ class FaultyCluster:
         self._down.kill()
         return True
 
-    def restart(self) -> None:
+    def restart(self) -> bool:
         """Starts the node that was killed, unless its replica shall have its place first."""
-        if self._down is not None and not self._is_replaced:
-            self._down.start()
-            self._down = None
+        if self._down is None or self._is_replaced:
+            return False
+        self._down.start()
+        self._down = None
+        return True
 
     def fail_over(self, pick: float) -> bool:
         """Kills a primary, which stays down until its replica has its place."""

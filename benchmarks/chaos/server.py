@@ -65,17 +65,19 @@ class FaultyRedis:
             self._server.stop()
         return True
 
-    def restart(self) -> None:
-        """Starts it on the same data, if it does not run.
+    def restart(self) -> bool:
+        """Starts it on the same data, if it does not run; returns whether it did not.
 
         Raises:
             RedisUnavailable: It does not start.
         """
-        if not self._is_up:
-            self._server.start()
-            self._set("appendfsync", "always")
-            self._workers.target = self._own.target = self._server.port
-            self._is_up = True
+        if self._is_up:
+            return False
+        self._server.start()
+        self._set("appendfsync", "always")
+        self._workers.target = self._own.target = self._server.port
+        self._is_up = True
+        return True
 
     def fill(self) -> bool:
         """Puts the server at maxmemory: it refuses what needs more. Returns whether it runs."""
