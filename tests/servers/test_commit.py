@@ -323,8 +323,9 @@ def test_scripts_may_be_flushed(house: House) -> None:
 def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
-    house.committer._broker._store = house.store
-    for each in (house.committer._results, house.committer._broker):
+    broker = house.committer._brokers[house.store.shard]
+    broker._store = house.store
+    for each in (house.committer._results, broker):
         lossy: Any = each
         lossy._scripts = LostAnswers(each.scripts, 2)
     none: dict[str, JobCommit] = {"t2": ("2", 0.0, None)}
