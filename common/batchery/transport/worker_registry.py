@@ -125,7 +125,7 @@ def require_supported(info: Mapping[str, Any], *, is_shard: bool = False) -> Non
     # Valkey has its mode under a name of its own.
     if "cluster" in (info.get("redis_mode"), info.get("server_mode")) and not is_shard:
         raise RedisUnavailable(
-            "this Redis is a node of a cluster: set batchery_redis_url to redis+cluster://HOST:PORT,"
+            "this is a node of a Redis Cluster: set batchery_redis_url to redis+cluster://HOST:PORT,"
             " and broker_url to a broker that Celery knows"
         )
 
