@@ -32,6 +32,7 @@ from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_te
 from batchery.queue_limits import QueueLimits, check_room, find_destination
 from batchery.request import BatchContext, JobContext, bind_request
 from batchery.settings import nearest_name
+from batchery.transport.shards import acquire_producer
 
 if VERSION[:2] < (5, 7):
     raise StartError(f"Celery {__version__} is too old: pip install -U 'celery[redis]>=5.7'")
@@ -397,7 +398,8 @@ class BatchTask(_Task):
     def _check_room(self, limits: QueueLimits, options: dict[str, Any]) -> None:
         in_workflow = any(options.get(name) is not None for name in WORKFLOW_OPTIONS)
         if not in_workflow and not self.app.conf.task_always_eager:
-            check_room(self.app, limits, find_destination(self.app, self.name, options))
+            where = find_destination(self.app, self.name, options)
+            check_room(limits, where, partial(acquire_producer, self.app))
 
     def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> Any:
         """Sends one job, and yields its partial results while it runs, as `TaskClient.stream` does.

@@ -11,8 +11,8 @@ from typing import Any, Self, Unpack
 from celery import Celery, uuid
 from celery.result import AsyncResult
 
-from batchery.broker_url import use_redis
 from batchery.errors import BatchArgumentError
+from batchery.installation import use_redis
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.task import check_options
 from batchery_producer.answers import Answer, Outcome, read_answer
@@ -31,7 +31,8 @@ class Client:
 
         Args:
             app: A Celery app, or the URL of a Redis that is broker and result backend. The app does
-                not need to have the tasks.
+                not need to have the tasks. With the URL of a cluster, batch tasks can be called;
+                jobs are revoked by the broker that CELERY_BROKER_URL names, or not at all.
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
@@ -241,7 +242,8 @@ def make_app(app: Celery | str) -> Celery:
     """
     if isinstance(app, Celery):
         return app
-    made = Celery("client", set_as_current=False)
+    # Beside a cluster there may be no broker at all, which must not be waited for.
+    made = Celery("client", broker="memory://", set_as_current=False)
     use_redis(made, app)
     return made
 

@@ -94,9 +94,11 @@ class Publisher:
         self._keywords = dict(keywords or {})
         self._options = options = route_unknown(app, task, options)
         self._wait_s = wait_s
-        self._owns_broker = broker is None
-        self._broker = broker or BrokerConnection(app, RetryPolicy())
         self._where = _destination(app, task, options)
+        self._owns_brokers = broker is None
+        self._brokers = broker or BrokerConnection(app, RetryPolicy())
+        #: That of the queue.
+        self._broker = self._brokers.find_for(task, self._where.queue)
         self._limits = get_queue_limits(app)
         #: Number of jobs sent so far.
         self.sent = 0
@@ -114,8 +116,8 @@ class Publisher:
 
     def close(self) -> None:
         """Closes the connection unless it is shared; the next job opens a new one."""
-        if self._owns_broker:
-            self._broker.close()
+        if self._owns_brokers:
+            self._brokers.close()
 
     def send(
         self, jobs: Sequence[tuple[str, Any]], headers: Mapping[str, Any] | None = None

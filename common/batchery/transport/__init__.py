@@ -11,6 +11,7 @@ import kombu.transport
 import redis
 from kombu.transport import redis as kombu_redis
 
+from batchery.errors import SettingsError
 from batchery.transport.channel import Channel, ClusterChannel, SentinelChannel
 
 __all__ = [
@@ -35,6 +36,17 @@ class Transport(_Transport):  # type: ignore[misc]
     """Kombu's Redis transport, with channels of ours; a worker outlives a server without writes."""
 
     Channel = Channel
+
+    def __init__(self, client: Any, **options: Any) -> None:
+        """Prepares; raises SettingsError for the URL of a cluster."""
+        # Kombu takes `redis+cluster://` for its Redis transport, with the rest as a host.
+        if str(client.hostname).startswith("cluster://"):
+            raise SettingsError(
+                "broker_url is a Redis Cluster, which cannot be Celery's broker; set"
+                " batchery_redis_url to it (BATCHERY_REDIS_URL), and broker_url to a broker that"
+                " Celery knows (CELERY_BROKER_URL)"
+            )
+        super().__init__(client, **options)
 
     def establish_connection(self) -> Any:
         """Connects.

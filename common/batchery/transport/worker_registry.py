@@ -45,7 +45,8 @@ class Registration:
         Raises:
             RedisUnavailable: It cannot; the text says why.
         """
-        require_supported(server_info(self._client, "server"))
+        is_shard = self._client.connection_pool.connection_kwargs.get("cluster") is not None
+        require_supported(server_info(self._client, "server"), is_shard=is_shard)
         warn_of_eviction(server_info(self._client, "memory"))
 
     def register(self, last_token: int) -> None:
@@ -106,18 +107,26 @@ def server_info(client: Any, section: str) -> Mapping[str, Any]:
     return info
 
 
-def require_supported(info: Mapping[str, Any]) -> None:
-    """Raises RedisUnavailable for a Redis that cannot hold leases; `info` is INFO server."""
+def require_supported(info: Mapping[str, Any], *, is_shard: bool = False) -> None:
+    """Refuses a Redis that cannot hold leases.
+
+    Args:
+        info: INFO server.
+        is_shard: Whether it is known to be a node of a cluster.
+
+    Raises:
+        RedisUnavailable: It cannot; the text says why.
+    """
     version = str(info.get("redis_version", "6.2"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise RedisUnavailable(
             f"the broker is Redis {version}, but leases need 6.2 or newer; update it"
         )
     # Valkey has its mode under a name of its own.
-    if "cluster" in (info.get("redis_mode"), info.get("server_mode")):
+    if not is_shard and "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         raise RedisUnavailable(
-            "the broker is a Redis Cluster, where a script cannot reach several queues;"
-            " use one server or Sentinel"
+            "this Redis is a node of a cluster; write its URL as redis+cluster://HOST:PORT, and set"
+            " batchery_redis_url to it, beside a broker that Celery knows"
         )
 
 
