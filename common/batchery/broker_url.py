@@ -3,7 +3,7 @@
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from redis.connection import parse_url
+from redis import connection as redis_connection
 
 #: Schemes of URLs that name no broker.
 NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
@@ -35,6 +35,7 @@ def read_cluster_url(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
     nodes = []
     for host in hosts.split(","):
         netloc = f"{user}@{host}" if user else host
+        parse_url: Any = redis_connection.parse_url
         options = dict(parse_url(urlunsplit((SCHEMES[parts.scheme], netloc, *parts[2:]))))
         nodes.append((options.pop("host", "localhost"), options.pop("port", 6379)))
     if options.pop("db", 0):

@@ -31,9 +31,13 @@ class Installation:
     @cached_property
     def redis_url(self) -> str | None:
         """The Redis with the queues of batch jobs, if it is not the app's broker."""
+        try:
+            url = self.settings.redis_url
+        except SettingsError:
+            # A worker stops with it. A producer sends its jobs nevertheless.
+            return None
         conf = self._app.conf
         brokers = (conf.broker_url, conf.broker_read_url, conf.broker_write_url)
-        url = self.settings.redis_url
         # Celery cannot use a cluster, so one is no broker even where it is named as such.
         return None if url in brokers and not is_cluster(url) else url
 

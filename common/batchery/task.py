@@ -25,19 +25,22 @@ from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, DeviceDied, InvalidItem, StartError
 from batchery.execution.batch import read_back, run_function
 from batchery.execution.item_models import ItemModels, check_function
-from batchery.installation import get_queue_limits
+from batchery.installation import get_queue_limits, get_redis_url
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
 from batchery.queue_limits import QueueLimits, check_room, find_destination
 from batchery.request import BatchContext, JobContext, bind_request
 from batchery.settings import nearest_name
-from batchery.transport.shards import acquire_producer
+from batchery.shards import acquire_producer
 
 if VERSION[:2] < (5, 7):
     raise StartError(f"Celery {__version__} is too old: pip install -U 'celery[redis]>=5.7'")
 
 logger = logging.getLogger(__name__)
+
+#: Names of Celery's positional arguments of `apply_async` behind `args` and `kwargs`.
+POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
 
 #: Sends many jobs at once; an import path, because the producer's package imports this one.
 SEND_MANY = "batchery_producer.submit_many:send_many"
@@ -377,11 +380,23 @@ class BatchTask(_Task):
         # A retry and the next step of a chain inherit headers, and are sent anew.
         options["headers"] = {**headers, **sent_now()}
         try:
-            return super().apply_async(args, kwargs, *positional, **options)
+            return self._publish(args, kwargs, *positional, **options)
         except EncodeError as error:
             if hasattr(args[0], "tolist"):
                 raise refuse_item(args[0], error) from error
             raise
+
+    def _publish(self, *arguments: Any, **options: Any) -> AsyncResult[Any]:
+        """Sends a job as Celery does, to the Redis that has its queue."""
+        if get_redis_url(self.app) is None or self.app.conf.task_always_eager:
+            return super().apply_async(*arguments, **options)
+        args, kwargs, *others = arguments
+        options.update(zip(POSITIONAL, others, strict=False))
+        queue = find_destination(self.app, self.name, options).queue
+        # What a caller gives is for the broker.
+        options.pop("connection", None)
+        with acquire_producer(self.app, queue, options.get("producer")) as options["producer"]:
+            return super().apply_async(args, kwargs, **options)
 
     def apply(self, args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
         """As Celery's `apply`; arguments and results are what a worker would make of them.

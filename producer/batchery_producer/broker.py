@@ -20,9 +20,9 @@ from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import LASTING_REFUSALS, RetryPolicy, explain_refusal, find_refusal
 from batchery.settings import LOWEST_PRIORITY
+from batchery.shards import Shard, shard_of
 from batchery.task import BatchTask
 from batchery.transport.redis_schema import lists_of
-from batchery.transport.shards import Shard, shard_of
 
 LUA = Path(__file__).parent / "lua"
 

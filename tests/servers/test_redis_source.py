@@ -134,7 +134,7 @@ def test_a_fenced_device_begins_anew(lease: StartLessee, url: str, bare: Any) ->
     lessee = lease("q")
     lessee.get(2)
     joined: list[str] = []
-    lessee.source.on_joined = lambda holder, _: joined.append(holder)
+    lessee.source.listeners.on_joined = lambda holder, _: joined.append(holder)
     before = lessee.store.worker
     for worker in bare.zrange(KEYS.workers, 0, -1):
         bare.zrem(KEYS.workers, worker)

@@ -8,7 +8,7 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
 from support.harness import open_redis, wait_for
-from support.own_redis import OwnRedis
+from support.own_redis import OwnRedis, find_lasting_port
 
 #: How long a node may be silent before its replica takes its place, in milliseconds.
 NODE_TIMEOUT_MS = 1500
@@ -29,7 +29,7 @@ class OwnCluster:
             options: Those of redis.conf, with underscores.
         """
         directory.mkdir()
-        own = {
+        own: dict[str, Any] = {
             "cluster_enabled": "yes",
             "cluster_node_timeout": str(NODE_TIMEOUT_MS),
             "cluster_replica_validity_factor": "0",
@@ -37,10 +37,12 @@ class OwnCluster:
             "appendfsync": "no",
         }
         self._primaries = primaries
+        # By themselves they are 10,000 above those of clients, and may be taken.
+        self._bus_ports = [find_lasting_port() for _ in range(primaries * (1 + replicas))]
         #: Primaries first, as they are at the start.
         self.nodes = [
-            OwnRedis(directory / str(number), **{**own, **options})
-            for number in range(primaries * (1 + replicas))
+            OwnRedis(directory / str(number), **{**own, "cluster_port": str(port), **options})
+            for number, port in enumerate(self._bus_ports)
         ]
         self._stack = ExitStack()
 
@@ -71,7 +73,8 @@ class OwnCluster:
             # So that no two have the same epoch, which would have to be settled first.
             self.ask(node, "CLUSTER SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
-            self.ask(node, "CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
+            address = ("127.0.0.1", self.nodes[0].port, self._bus_ports[0])
+            self.ask(node, "CLUSTER MEET", *address)
         wait_for(self._all_know_all, "all nodes know each other")
         for number, node in enumerate(replicas):
             self.ask(node, "CLUSTER REPLICATE", self.id_of(primaries[number % self._primaries]))

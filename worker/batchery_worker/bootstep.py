@@ -31,6 +31,7 @@ from batchery_worker.devices_step import failing_in_one_line
 from batchery_worker.queue_plan import (
     comes_by_any,
     find_queue,
+    has_redis_broker,
     list_own_tasks,
     may_lease,
     plan_queues,
@@ -85,7 +86,7 @@ def report_broker_away(app: Any) -> None:
 
     The worker goes on, as Celery's does: the broker may be there when its models are.
     """
-    if app.connection_for_read().transport.driver_type != "redis":
+    if not has_redis_broker(app):
         return
     try:
         check_broker(app)

@@ -5,15 +5,27 @@ Anybody may send any job to any queue, so each queue has a list beside it for th
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import redis
 from kombu.utils.json import dumps
 
-from batchery.transport.redis_schema import BATCHES, transport_scripts
+from batchery.protocol.headers import TENANT
+from batchery.retry import pause_s
+from batchery.shards import Shard, shard_of
+from batchery.transport.outbox import DEDUPE_TTL_S
+from batchery.transport.redis_schema import BATCHES, Keys, find_tenant_list, transport_scripts
+from batchery_worker.brokers import open_channel
 
 logger = logging.getLogger("batchery.worker")
+
+#: Maximum pause between two attempts to reach a Redis that is away, in seconds.
+MAX_FORWARD_PAUSE_S = 2.0
 
 
 def forward_to_devices(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
@@ -57,6 +69,96 @@ def _make_handle(find_queue: Callable[[Any], Any]) -> Callable[..., None]:
             callback(message)
 
     return handle
+
+
+def publish(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
+    """Celery's strategy of a batch task where the devices' Redis is not the worker's broker.
+
+    A message is put into its queue there, and then acknowledged. One whose acknowledgement is lost
+    comes again, and is put there once.
+    """
+    consumed = set(app.amqp.queues.consume_from)
+
+    def handle(
+        message: Any,
+        body: Any,  # noqa: ARG001 - as Celery calls it
+        ack: Callable[..., Any],
+        reject: Callable[..., Any],  # noqa: ARG001
+        callbacks: Any,
+        **_: Any,
+    ) -> None:
+        came_by = message.delivery_info.get("routing_key")
+        queue = came_by if came_by in consumed else app.conf.task_default_queue
+        forwarder = get_forwarder(app, shard_of(app, queue))
+        forwarder.put(Forwarded(queue, message, partial(ack, logger, ())))
+        for callback in callbacks:
+            callback(message)
+
+    return handle
+
+
+class Forwarded(NamedTuple):
+    """A message that Celery's broker has until it is in its queue."""
+
+    queue: str
+    message: Any
+    #: Tells the broker; from any thread.
+    ack: Callable[[], Any]
+
+
+@cache
+def get_forwarder(app: Any, shard: Shard) -> "Forwarder":
+    """The forwarder of a shard."""
+    return Forwarder(app, shard)
+
+
+class Forwarder:
+    """Puts messages into queues of a shard, on a thread that waits for a Redis that is away.
+
+    Celery's broker gives no more of them than its prefetch count allows.
+    """
+
+    def __init__(self, app: Any, shard: Shard) -> None:
+        self._app = app
+        self._shard = shard
+        self._waiting = SimpleQueue[Forwarded]()
+        self.put = self._waiting.put
+        threading.Thread(target=self._run, name="batchery-forwarder", daemon=True).start()
+
+    def _run(self) -> None:
+        sent, failures = None, 0
+        while True:
+            try:
+                with open_channel(self._app, self._shard) as channel:
+                    while True:
+                        sent = sent or self._waiting.get()
+                        self._publish(channel, sent)
+                        sent, failures = None, 0
+            except (redis.RedisError, OSError) as error:
+                failures += 1
+                logger.warning("jobs cannot be forwarded yet: %s", error)
+                time.sleep(pause_s(failures, MAX_FORWARD_PAUSE_S))
+            except Exception:
+                sent = None
+                logger.exception("a message cannot be forwarded, and stays with the broker")
+
+    def _publish(self, channel: Any, sent: Forwarded) -> None:
+        message = sent.message
+        headers, properties = message.headers, message.properties
+        priority = channel._get_message_priority({"properties": properties}, reverse=False)
+        tenant, name = headers.get(TENANT), sent.queue
+        if isinstance(tenant, str) and tenant:
+            name = find_tenant_list(name, channel.sep, tenant)
+        keys = Keys(channel.global_keyprefix)
+        seen, attempt = keys.dedupe_keys(str(headers["id"])), f"forwarded {headers.get('retries')}"
+        client = redis.Redis(connection_pool=channel.pool)
+        if not message.delivery_info.get("redelivered"):
+            # The same job may be sent again on purpose.
+            client.srem(seen, attempt)
+        into = [seen, keys.queue(channel._q_for_pri(name, priority))]
+        text = _spell(channel, message)
+        transport_scripts(client).run("publish_once", into, attempt, DEDUPE_TTL_S, text)
+        sent.ack()
 
 
 def _spell(channel: Any, message: Any) -> str:

@@ -36,6 +36,8 @@ class BatchKey:
     #: The keyword arguments, as canonical JSON.
     keywords: str = ""
     time_limits: TimeLimits = (None, None)
+    #: Number of the shard with their leases: one commit ends those of one shard.
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,11 @@ from typing import Any
 from celery.worker import components
 from kombu import Exchange, Queue
 
+from batchery.errors import SettingsError
+from batchery.installation import get_redis_url
 from batchery.model_task import ModelTask
 from batchery.settings import Settings
+from batchery.shards import list_shards
 from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
@@ -33,6 +36,8 @@ class QueuePlan:
     jobs: JobsSetup
     #: Whether devices are threads of this process.
     in_process: bool = False
+    #: Whether devices lease from another Redis than Celery's broker, where no ordinary jobs are.
+    is_apart: bool = False
     #: Tasks that not every device serves; their jobs have a list of their own beside all queues.
     placed: frozenset[str] = frozenset()
     #: By the queue that tasks are routed to: maximum batch size of each batch task; and the queues
@@ -47,6 +52,8 @@ class QueuePlan:
 
     def take_queues(self) -> None:
         """Takes the queues of batch tasks from Celery's consumer, which gets those beside them."""
+        if self.is_apart:
+            return
         queues = self.app.amqp.queues
         for name in self.sizes:
             if not name.endswith(BATCHES):
@@ -58,18 +65,20 @@ class QueuePlan:
         """Has devices take from one more queue; returns whether Celery's consumer must, too."""
         sizes = self.sizes_of(queue)
         self.sizes = {**self.sizes, **sizes}
-        return queue not in sizes
+        return self.is_apart or queue not in sizes
 
     def remove(self, queue: str) -> bool:
         """Has devices take no longer from a queue; returns whether Celery's consumer has it."""
         gone = {queue, queue + BATCHES}
         is_ours = queue in self.sizes
         self.sizes = {name: each for name, each in self.sizes.items() if name not in gone}
-        return not is_ours
+        return self.is_apart or not is_ours
 
     def sizes_of(self, queue: str) -> dict[str, Mapping[str, int]]:
         """The list from which devices take the jobs of a queue, and the tasks whose jobs come."""
         is_known = queue in self.batch or queue in self.ordinary
+        if self.is_apart:
+            return {queue: {**self.all_sizes, **self.batch.get(queue, {})}}
         batch = self.batch.get(queue, {}) if is_known else self.anywhere
         placed = self.placed & batch.keys()
         # A device would take jobs that it cannot run.
@@ -90,8 +99,19 @@ def is_in_test(worker: Any) -> bool:
 
 def may_lease(worker: Any) -> bool:
     """Whether a worker's devices lease their jobs: from a Redis, and not within a test."""
-    is_redis = worker.app.connection_for_read().transport.driver_type == "redis"
-    return bool(is_redis and not is_in_test(worker))
+    if is_in_test(worker):
+        return False
+    return is_apart(worker.app) or has_redis_broker(worker.app)
+
+
+def is_apart(app: Any) -> bool:
+    """Whether the jobs of batch tasks are not with the app's broker."""
+    return list_shards(app)[0].is_apart
+
+
+def has_redis_broker(app: Any) -> bool:
+    """Whether the app's broker is a Redis."""
+    return bool(app.connection_for_read().transport.driver_type == "redis")
 
 
 def plan_queues(
@@ -114,6 +134,11 @@ def plan_queues(
         limits=(worker.soft_time_limit, worker.time_limit),
         is_handed=not may_lease(worker),
     )
+    if jobs.is_handed and is_apart(app):
+        raise SettingsError(
+            f"redis_url = {get_redis_url(app)!r:.60}: a worker within a test has its jobs from its"
+            " app's broker; unset redis_url for the test, or start a worker of its own"
+        )
     models = [task for task in tasks if isinstance(task, ModelTask)]
     places = find_places(models, choose_devices(settings.devices))
     plan = QueuePlan(app, tasks, places, has_beat or has_ordinary, jobs)
@@ -122,12 +147,16 @@ def plan_queues(
         for task in all_tasks:
             type(task).Strategy = "batchery_worker.handing:hand_over"
     else:
+        plan.is_apart = is_apart(app)
         _plan_leases(plan, settings)
         for task in all_tasks:
             how = "forward_to_own" if task.name in plan.placed else "forward_to_devices"
-            type(task).Strategy = f"batchery_worker.forwarding:{how}"
-        options = app.conf.broker_transport_options
-        app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
+            type(
+                task
+            ).Strategy = f"batchery_worker.forwarding:{'publish' if plan.is_apart else how}"
+        if has_redis_broker(app):
+            options = app.conf.broker_transport_options
+            app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
     return plan
 
 
@@ -150,9 +179,27 @@ def _plan_leases(plan: QueuePlan, settings: Settings) -> None:
     plan.anywhere = {
         name: size for name, size in plan.all_sizes.items() if comes_by_any(app.tasks[name])
     }
+    if plan.is_apart:
+        _refuse_mixed(plan)
     plan.sizes = {name + BATCHES: {name: sizes[name]} for name in sorted(plan.placed)}
     for name in app.amqp.queues.consume_from:
         plan.add(str(name))
+
+
+def _refuse_mixed(plan: QueuePlan) -> None:
+    """Refuses queues of which a device would take jobs that another one must run.
+
+    Raises:
+        SettingsError: There is one.
+    """
+    for queue, sizes in plan.batch.items():
+        placed = sorted(plan.placed & sizes.keys())
+        if 0 < len(placed) < len(sizes):
+            raise SettingsError(
+                f"queue {queue!r}: not every device serves {', '.join(placed)}, and other batch"
+                " tasks come by the same queue, which redis_url does not allow; give these tasks"
+                " queues of their own"
+            )
 
 
 def is_placed(task: BatchTask, places: Mapping[str, Mapping[str, str]]) -> bool:

@@ -23,6 +23,11 @@ class LeaseHandle(NamedTuple):
     store: LeaseStore
     token: str
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it is held, as far as this process knows; from any thread."""
+        return self.store.holds(self.token)
+
 
 def get_lease(message: Any) -> LeaseHandle | None:
     """The lease of a `kombu.Message`; None where another transport brought it."""

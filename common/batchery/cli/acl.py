@@ -17,13 +17,12 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_queue_limits, get_redis_url
 from batchery.protocol.headers import backend_prefix
 from batchery.transport.redis_schema import escape_pattern
-from batchery.transport.shards import Shard, list_shards
 
 #: The tags of all shards of a cluster, as a pattern.
 ANY_TAG = "{b*}"
 
 #: What the connections to a cluster need, too.
-TOPOLOGY = "+cluster|slots +cluster|nodes"
+TOPOLOGY = " +cluster|slots +cluster|nodes"
 
 #: What any connection needs; none of it reads or writes a key. CLIENT TRACKING tells of changes to
 #: all keys, and so the ids of all jobs.
@@ -94,51 +93,39 @@ def acl(
     """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url, with_tasks=not queues)
     names = queues.split(",") if queues else app_queues(app)
-    has_cluster = is_cluster(get_redis_url(app))
-    places = [name_keys(app, names, shard) for shard in find_places(app)]
+    kinds, connect = [name_keys(app, names)], CONNECT
+    if is_cluster(get_redis_url(app)):
+        kinds.append(name_keys(app, names, in_cluster=True))
+        connect += TOPOLOGY
+        click.echo("batchery acl: load these lines on each node of the cluster", err=True)
     for role in roles or ROLES:
         name = f"batchery-{role}"
-        grants = dict.fromkeys(
-            f"({each.format(**keys)})" for keys in places for each in ROLES[role]
-        )
-        connect = f"{CONNECT} {TOPOLOGY}" if has_cluster else CONNECT
+        grants = dict.fromkeys(f"({each.format(**keys)})" for keys in kinds for each in ROLES[role])
         click.echo(f"user {name} on #SHA256-OF-{name} resetchannels {connect} {' '.join(grants)}")
-    if has_cluster:
-        click.echo("batchery acl: each node of the cluster must load these lines", err=True)
 
 
-def find_places(app: Celery) -> Collection[Shard]:
-    """One shard for all of a cluster, and the broker, as far as they are Redis.
-
-    Raises:
-        SettingsError: None is.
-    """
-    places = dict.fromkeys((Shard(), list_shards(app)[0]))
-    with url_errors("broker_url"):
-        connections = {each: each.connect(app, writes=True) for each in places}
-    found = [each for each in places if connections[each].transport.driver_type == "redis"]
-    if not found:
-        raise SettingsError(
-            f"access lists are Redis's, but the broker is {connections[Shard()].as_uri()};"
-            " name a Redis"
-        )
-    return found
-
-
-def name_keys(app: Celery, queues: Collection[str], place: Shard) -> dict[str, str]:
+def name_keys(app: Celery, queues: Collection[str], *, in_cluster: bool = False) -> dict[str, str]:
     """Patterns of the app's keys and channels by what they are; connects to nothing.
 
     Args:
         app: By its settings they have their names.
         queues: All that its workers consume.
-        place: Where the keys are; one shard stands for all of its cluster.
+        in_cluster: Whether the keys are those in the shards of a cluster.
+
+    Raises:
+        SettingsError: Its broker is no Redis, and it names no other one.
     """
-    connection = place.connect(app, writes=True)
+    with url_errors("broker_url"):
+        connection = app.connection_for_write()
+    if connection.transport.driver_type != "redis" and get_redis_url(app) is None:
+        raise SettingsError(
+            f"access lists are Redis's, but the broker is {connection.as_uri()}; name a Redis"
+        )
     with url_errors("result_backend"):
         results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
     options: dict[str, Any] = app.conf.broker_transport_options
     p, r = _escape(options.get("global_keyprefix", "")), _escape(results.decode())
-    if is_cluster(place.url):
+    if in_cluster:
         p = ANY_TAG
     fanout = options.get("fanout_prefix", True)
     fanout = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""

@@ -23,7 +23,7 @@ from redis.retry import Retry
 from batchery.broker_url import is_cluster
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError, StartError
 from batchery.installation import use_redis
-from batchery.transport.shards import Shard, list_shards
+from batchery.shards import Shard, list_shards
 from batchery.transport.worker_registry import require_supported, server_info
 
 #: Serves the models of the settings.
@@ -132,7 +132,8 @@ def check_shard(app: Celery, shard: Shard, timeout_s: float = TIMEOUT_S) -> None
         try:
             broker.ensure_connection(max_retries=1, interval_start=0, timeout=int(TIMEOUT_S))
             if is_redis and not is_cluster(shard.url):
-                require_supported(server_info(broker.default_channel.client, "server"))
+                channel: Any = broker.default_channel
+                require_supported(server_info(channel.client, "server"))
         except StartError:
             raise
         except Exception as error:

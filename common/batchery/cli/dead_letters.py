@@ -15,8 +15,8 @@ from rich.table import Table
 from batchery.cli.app import check_shard, with_app
 from batchery.cli.console import broker_errors, printable, render
 from batchery.errors import SettingsError, counted
+from batchery.shards import list_shards, open_shards
 from batchery.transport.dead_letters import AllDeadLetters, DeadLetter, DeadLetters
-from batchery.transport.shards import list_shards, open_shards
 
 #: Exit code if a named dead letter does not exist.
 NOT_FOUND = 1

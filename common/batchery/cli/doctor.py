@@ -377,8 +377,9 @@ def doctor(
     """Check a deployment, running or planned, and say how to mend what is wrong.
 
     Looks at each Redis with jobs, the app's settings, the workers that live, and this machine; so
-    run it where workers run. It changes nothing. A check that could not be made, because Redis forbids
-    a command or no worker answers, says why, and does not count. docs/doctor.md lists all checks.
+    run it where workers run. It changes nothing. A check that could not be made, because Redis
+    forbids a command or no worker answers, says why, and does not count. docs/doctor.md lists all
+    checks.
 
     \b
     Exit codes:

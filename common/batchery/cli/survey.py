@@ -1,7 +1,6 @@
 """What workers do and serve, and what waits in queues, at one moment."""
 
 import difflib
-from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from batchery.protocol.commands import FIGURES
 from batchery.protocol.figures import WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
+from batchery.shards import Shard, list_shards, shard_of
 from batchery.task import BatchTask
 from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery.transport.redis_schema import Keys, later_sets, transport_scripts
-from batchery.transport.shards import Shard, list_shards, shard_of
 
 #: How long workers are awaited that live, in seconds; it ends when all have answered. Busy ones, on
 #: a busy machine, answer late.
@@ -142,7 +141,7 @@ def survey(
     """
     with broker_errors(), open_places(app) as places:
         by_place = [_read_registered(place) for place in places]
-        registered = dict(ChainMap(*by_place))
+        registered = _join(by_place)
         names = find_workers(app, registered) if asks else set[str]()
         answers = ask_workers(app, FIGURES, timeout_s, names)
         silent = {"error": f"lives, and has not answered within {timeout_s:g} s"}
@@ -183,7 +182,7 @@ def survey(
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
     """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
     with open_places(app) as places:
-        return dict(ChainMap(*map(_read_registered, places)))
+        return _join(map(_read_registered, places))
 
 
 def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set[str]:
@@ -329,6 +328,10 @@ def choose_places(app: Celery, places: Sequence[Place], queue: str) -> Sequence[
 
 def _read_registered(place: Place) -> Mapping[str, RegisteredWorker]:
     return {} if place.client is None else LiveWorkers(place.client, place.prefix).registered()
+
+
+def _join(by_place: Iterable[Mapping[str, RegisteredWorker]]) -> Mapping[str, RegisteredWorker]:
+    return dict(chain.from_iterable(each.items() for each in by_place))
 
 
 def _find_memory(servers: Sequence[Place]) -> RedisMemory | None:

@@ -71,7 +71,8 @@ class Cluster:
 
     @cached_property
     def _manager(self) -> Any:
-        nodes = [ClusterNode(host, port) for host, port in self.nodes]
+        make_node: Any = ClusterNode
+        nodes = [make_node(host, port) for host, port in self.nodes]
         # A dead node must not hold up the question who has its slots.
         limits = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
         return redis.RedisCluster(

@@ -37,6 +37,10 @@ logger = logging.getLogger("batchery.transport")
 #: second, and hold it for the rest.
 RETURN_AHEAD_S = 2.0
 
+#: How far apart the tokens of two shards are: a device may have leases of several. Lua writes whole
+#: numbers below 1e14 as such, and this suffices for two years of 60,000 jobs a second.
+TOKENS = 2**42
+
 #: Maximum number of leases that one command ends; Redis answers nobody else meanwhile.
 MAX_TOKENS_PER_COMMAND = 500
 
@@ -92,7 +96,7 @@ class Leases(dict[str, Lease]):
 class LeaseStore:
     """The leases of one worker; for its event loop's thread, unless a method says otherwise."""
 
-    def __init__(self, client: "redis.Redis", prefix: str, expiry_s: float) -> None:
+    def __init__(self, client: "redis.Redis", prefix: str, expiry_s: float, shard: int = 0) -> None:
         """Asks Redis nothing yet.
 
         Args:
@@ -100,6 +104,7 @@ class LeaseStore:
                 and go.
             prefix: Kombu's `global_keyprefix`.
             expiry_s: Time without a heartbeat, in seconds, after which others may take the leases.
+            shard: Number of the shard of a cluster: no two have the same tokens.
         """
         # redis-py types every answer as one of an ordinary and an asynchronous client.
         self.client: Any = client
@@ -110,7 +115,9 @@ class LeaseStore:
         #: Whether all leases are gone: another worker took over, or Redis lost its data.
         self.fenced = False
         self._registration = Registration(client, self.keys, self.scripts, expiry_s)
+        self.shard = shard
         self.leases = Leases()
+        self.leases.last_token = shard * TOKENS
         #: What has ended here, and is not told to Redis yet, as a round trip costs 0.1 ms: tokens;
         #: those with dedupe keys; those of dead letters; those that wait for their time, each with
         #: the key of where it waits, and the time; and fields of suspects that are settled.

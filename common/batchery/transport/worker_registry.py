@@ -45,7 +45,7 @@ class Registration:
         Raises:
             RedisUnavailable: It cannot; the text says why.
         """
-        is_shard = self._client.connection_pool.connection_kwargs.get("cluster") is not None
+        is_shard = "slot" in self._client.connection_pool.connection_kwargs
         require_supported(server_info(self._client, "server"), is_shard=is_shard)
         warn_of_eviction(server_info(self._client, "memory"))
 
@@ -111,11 +111,11 @@ def require_supported(info: Mapping[str, Any], *, is_shard: bool = False) -> Non
     """Refuses a Redis that cannot hold leases.
 
     Args:
-        info: INFO server.
-        is_shard: Whether it is known to be a node of a cluster.
+        info: Its INFO server.
+        is_shard: Whether the connection is one to a shard of a cluster.
 
     Raises:
-        RedisUnavailable: It cannot; the text says why.
+        RedisUnavailable: It is too old, or a node of a cluster that is spoken to as one server.
     """
     version = str(info.get("redis_version", "6.2"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
@@ -123,10 +123,10 @@ def require_supported(info: Mapping[str, Any], *, is_shard: bool = False) -> Non
             f"the broker is Redis {version}, but leases need 6.2 or newer; update it"
         )
     # Valkey has its mode under a name of its own.
-    if not is_shard and "cluster" in (info.get("redis_mode"), info.get("server_mode")):
+    if "cluster" in (info.get("redis_mode"), info.get("server_mode")) and not is_shard:
         raise RedisUnavailable(
-            "this Redis is a node of a cluster; write its URL as redis+cluster://HOST:PORT, and set"
-            " batchery_redis_url to it, beside a broker that Celery knows"
+            "this is a node of a Redis Cluster: set batchery_redis_url to redis+cluster://HOST:PORT,"
+            " and broker_url to a broker that Celery knows"
         )
 
 

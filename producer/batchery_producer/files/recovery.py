@@ -17,8 +17,8 @@ from redis.exceptions import NoPermissionError
 
 from batchery.errors import RedisUnavailable
 from batchery.retry import RetryPolicy
+from batchery.shards import Shard, shard_of
 from batchery.transport.redis_schema import Keys, lists_of
-from batchery.transport.shards import Shard, shard_of
 
 #: Number of messages that are read from Redis at a time.
 CHUNK = 256

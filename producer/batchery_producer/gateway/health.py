@@ -22,8 +22,8 @@ from batchery.cli.survey import Survey, survey
 from batchery.errors import StartError
 from batchery.operations.exporter import ClusterWatch
 from batchery.protocol.figures import WorkerFigures
+from batchery.shards import list_shards, open_shards
 from batchery.transport.live_workers import LiveWorkers
-from batchery.transport.shards import list_shards, open_shards
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
 

@@ -145,8 +145,8 @@ class Device:
             resumes=resumes,
         )
         source = self.feed.source
-        source.on_parted = lambda holder: self.tell(Parted(holder))
-        source.on_refused = lambda error: self.tell(NotReady(str(error)))
+        source.listeners.on_parted = lambda holder: self.tell(Parted(holder))
+        source.listeners.on_refused = lambda error: self.tell(NotReady(str(error)))
         return Ready(os.getpid(), time.monotonic() - started_s, self.figures())
 
     def _load(self) -> None:

@@ -22,7 +22,9 @@ from celery.app import trace
 from celery.worker import state as worker_state
 from kombu.serialization import prepare_accept_content
 
+from batchery.errors import InvalidItem
 from batchery.installation import get_installation
+from batchery.shards import list_shards, shard_of
 from batchery.task import BatchTask
 from batchery.transport.codec import read_json, reads_kombus_json
 from batchery.transport.lease_store import RETURN_AHEAD_S, LeaseStore
@@ -32,6 +34,7 @@ from batchery_worker.device.fetcher import Part
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
+from batchery_worker.device.sharded_source import ShardedSource
 from batchery_worker.device.stock_consumer import CallPool, EtaTimer, StockConsumer
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.in_flight import TaskCall
@@ -217,15 +220,23 @@ class Feed:
             self.source = HandedSource(tell, self._deliver)
         else:
             levels = sorted(each.level for each in settings.classes.values())
-            self.source = RedisSource(
-                *(app, list(jobs.sizes), levels, jobs.hostname),
-                *(self._deliver, self._find_running),
+
+            def make_source(names: Sequence[str], places: Any = None) -> RedisSource:
+                return RedisSource(
+                    *(app, names, levels, jobs.hostname),
+                    *(self._deliver, self._find_running, places),
+                )
+
+            is_sharded = len(list_shards(app)) > 1
+            self.source = (
+                ShardedSource(app, make_source, list(jobs.sizes))
+                if is_sharded
+                else make_source(list(jobs.sizes))
             )
-            self.source.on_joined = self._on_joined
-            self.source.on_left = self._on_left
+            self.source.listeners.on_joined = self._on_joined
+            self.source.listeners.on_left = self._on_left
         self._serve(jobs)
         worker_state.revoked.update(jobs.revoked)
-        self._described = ""
         self._describe()
         admission = self.dispatcher.admission
         plain = {
@@ -261,10 +272,7 @@ class Feed:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
         self.source.return_due()
-        self._tell_others()
-
-    def _tell_others(self) -> None:
-        self._described = self.source.describe(self._described)
+        self.source.describe()
 
     def _make_eventer(self, jobs: JobsSetup) -> Any:
         self._flushes = False
@@ -438,21 +446,24 @@ class Feed:
 
     # Jobs
 
-    def _on_joined(self, holder: str, broker: int) -> None:
-        """Forgets what waits, as this device holds leases by another id now."""
+    def _on_joined(self, holder: str, place: int) -> None:
+        """Forgets what waits whose leases are lost: this device has another id at one place now."""
         with self.lock:
-            self._drop_waiting()
-        self._described = ""
+            self._drop_waiting(lost_only=True)
         # Commands look there for workers as soon as these are ready.
-        self.turns.call_soon(self._tell_others)
-        self._tell(Joined(holder, broker))
+        self.turns.call_soon(self.source.describe)
+        self._tell(Joined(holder, place))
 
-    def _drop_waiting(self) -> list[Any]:
-        """Drops what has not begun; returns Celery's requests of it."""
-        self.dispatcher.forget_waiting()
+    def _drop_waiting(self, *, lost_only: bool = False) -> list[Any]:
+        """Drops what has not begun, or of that what is lost; returns Celery's requests of it."""
+        self.dispatcher.forget_waiting(lost_only=lost_only)
         state: Any = worker_state
         known = {*state.reserved_requests, *state.scheduled_requests} - {*state.active_requests}
-        requests = [each for each in known if self._is_own(each)]
+        requests = [
+            each
+            for each in known
+            if self._is_own(each) and not (lost_only and each.lease and each.lease.is_held)
+        ]
         for request in requests:
             state.task_ready(request)
         return requests
@@ -547,15 +558,14 @@ class Feed:
 
     def list_later(self) -> list[Any]:
         """Celery's requests of the next jobs that wait in Redis for their time."""
-        store = self.source.lease_store
-        if store is None:
-            return []
-        channel, requests = self.source.open_channel(self._accept), []
-        for raw in store.list_later(self.source.names):
-            # Celery's own code says what is wrong with one when its time comes.
-            with suppress(Exception):
-                message = channel.message_to_python(read_json(raw))
-                requests.append(self.consumer.make_request(message))
+        requests = []
+        for store in self.source.stores:
+            channel = self.source.open_channel(self._accept, store)
+            for raw in store.list_later(self.source.names):
+                # Celery's own code says what is wrong with one when its time comes.
+                with suppress(Exception):
+                    message = channel.message_to_python(read_json(raw))
+                    requests.append(self.consumer.make_request(message))
         return requests
 
     def materialise(self) -> None:
@@ -564,8 +574,18 @@ class Feed:
             _ = call.request
 
     def _find_list(self, task: Any, key: str) -> str:
-        """Where jobs that this device cannot run belong, for the list that one came by."""
+        """Where jobs that this device cannot run belong, for the list that one came by.
+
+        Raises:
+            InvalidItem: Not where this list is: a message is not moved from server to server.
+        """
         queue = self._find_queue(key)
+        shard = shard_of(self._app, queue)
+        is_batch = isinstance(task, BatchTask)
+        if shard.is_apart and not (is_batch and shard == shard_of(self._app, task.name)):
+            raise InvalidItem(
+                f"task {task.name!r} has no jobs in queue {queue!r}: send them to its own"
+            )
         if isinstance(task, BatchTask):
             # It has a list of its own, whatever its jobs came by.
             name = task.name + BATCHES
@@ -623,17 +643,17 @@ class Feed:
         self.turns.call_later(HELD_S, self._give)
         before_s = monotonic() - HELD_S
         oldest_s = self.dispatcher.find_oldest_s()
-        source, store = self.source, self.source.lease_store
         if oldest_s is None or oldest_s > before_s or self.is_stopping:
             return
-        if store is None or not source.is_connected:
+        if not self.source.is_connected:
             return
         try:
-            if store.others_wait():
-                self.dispatcher.offer(before_s, partial(self._give_to_waiting, store))
+            for store in self.source.stores:
+                if store.others_wait():
+                    self.dispatcher.offer(before_s, partial(self._give_to_waiting, store))
         except (redis.RedisError, OSError) as error:
             # Nobody knows what went back.
-            source.prepare_anew()
+            self.source.prepare_anew()
             logger.debug("nothing can be given back: %r", error)
 
     def _give_to_waiting(self, store: LeaseStore, calls: Any) -> Any:

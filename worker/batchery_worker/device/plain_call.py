@@ -228,8 +228,8 @@ class PlainReader:
         own_limits = headers.get("timelimit")
         if own_limits and own_limits != NO_LIMITS:
             return None
-        if keywords:
-            key = BatchKey(task, encode_keywords(keywords), key.time_limits)
+        if keywords or store.shard:
+            key = BatchKey(task, encode_keywords(keywords), key.time_limits, store.shard)
         properties["publish_tag"], properties["delivery_tag"] = properties["delivery_tag"], token
         headers["args"], headers["kwargs"], headers["delivery_info"] = args, keywords, info
         limits, _, sends_events = self._tasks[task]

@@ -10,7 +10,8 @@ import os
 import select
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from kombu.utils.scheduling import cycle_by_name
 from batchery.errors import BatcheryError, RedisUnavailable
 from batchery.protocol.figures import LeaseFigures, report
 from batchery.retry import pause_s
+from batchery.shards import Shard
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import find_own, split_list
-from batchery_worker.brokers import list_brokers, open_channel
+from batchery_worker.brokers import list_places, open_channel
 from batchery_worker.consumer import OutageLog
 from batchery_worker.device.fetcher import Fetcher, Part, Workload
 from batchery_worker.device.inbox import Inbox, Taken
@@ -43,7 +45,7 @@ PART_S = 1.0
 
 
 class Place(NamedTuple):
-    """One broker: the leases that this device has there, and how it asks for more."""
+    """One broker, or shard: the leases that this device has there, and how it asks for more."""
 
     number: int
     store: LeaseStore
@@ -51,6 +53,65 @@ class Place(NamedTuple):
     pool: Any
     inbox: Inbox
     fetcher: Fetcher
+
+
+@dataclass
+class Listeners:
+    """Who is told of a source's connections."""
+
+    #: Called with the id of this holder, and the number of its place, whenever it is new. What
+    #: waits here with another id from there has no lease any more.
+    on_joined: Callable[[str, int], None] = lambda *_: None
+    #: Called with leases that were left: those of jobs that have not begun must be forgotten.
+    on_left: Callable[[LeaseStore], None] = lambda _: None
+    #: Called where the broker cannot be used, whoever asks.
+    on_refused: Callable[[RedisUnavailable], None] = lambda _: None
+    #: Called with the id of a holder that has no leases any more; from any thread.
+    on_parted: Callable[[str], None] = lambda _: None
+
+
+class Alarm:
+    """Wakes a thread that waits for connections; of one thread that waits, and any that wake."""
+
+    def __init__(self) -> None:
+        """Opens a pipe."""
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._sleeps = False
+
+    def wait(
+        self, connections: Sequence[Any], timeout_s: float, is_due: Callable[[], bool]
+    ) -> list[Any]:
+        """Waits until a connection has something, somebody wakes it, or the time is over.
+
+        Args:
+            connections: Of redis-py.
+            timeout_s: The time, in seconds.
+            is_due: Whether there is something to do that nobody is woken for any more.
+
+        Returns:
+            The connections that have something.
+        """
+        poll, by_number = select.poll(), {}
+        poll.register(self._woken, select.POLLIN)
+        for connection in connections:
+            if connection._sock is not None:
+                poll.register(connection._sock, select.POLLIN)
+                by_number[connection._sock.fileno()] = connection
+        self._sleeps = True
+        found = dict(poll.poll(0 if is_due() else max(0.0, timeout_s) * 1e3))
+        self._sleeps = False
+        with contextlib.suppress(BlockingIOError):
+            if self._woken in found:
+                os.read(self._woken, 4096)
+        return [connection for number, connection in by_number.items() if number in found]
+
+    def wake(self) -> None:
+        """Ends a wait; from any thread."""
+        if self._sleeps:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake, b"w")
 
 
 class RedisSource:
@@ -69,6 +130,7 @@ class RedisSource:
         hostname: str,
         deliver: Callable[[Any], None],
         find_running: Callable[[LeaseStore], Collection[str]],
+        places: Mapping[int, Shard] | None = None,
     ) -> None:
         """Does not connect yet.
 
@@ -79,6 +141,7 @@ class RedisSource:
             hostname: Node name of the worker.
             deliver: Takes in a message, as kombu reads it from a queue.
             find_running: Tokens of the leases whose jobs have begun here; from any thread.
+            places: By number, where the queues are: one at a time. By default the app's brokers.
         """
         self._app = app
         self._deliver = deliver
@@ -91,10 +154,9 @@ class RedisSource:
         #: A channel of kombu's, closed: it knows how lists are named.
         self._channel: Any = None
         self.workload: Workload | None = None
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._woken, False)
-        os.set_blocking(self._wake, False)
-        self._sleeps = False
+        #: Several sources of a device may share both.
+        self.alarm = Alarm()
+        self.listeners = Listeners()
         self._is_stale = True
         #: Whether a question was sent whose answer was not read.
         self._is_asked = False
@@ -102,25 +164,19 @@ class RedisSource:
         #: Whether the last answer does not say that the lists are empty, and watched.
         self.may_have_more = False
         self._redis: Any = None
-        self._brokers = list_brokers(app)
+        places = places or dict(enumerate(list_places(app)))
+        self._numbers, self._places = [*places.keys()], [*places.values()]
         self._place: Place | None = None
         self._next_broker = 0
         #: Places that were left while jobs of them ran.
         self._left: list[Place] = []
         #: Failed attempts in a row to reach the broker, and until when no other one is made.
         self._failures, self._away_until_s = 0, 0.0
-        self._outages = [self._make_outage_log(broker) for broker in self._brokers]
+        self._outages = list(map(self._make_outage_log, self._places))
         #: The holder of which the worker has said that others have its leases.
         self._known_fenced = ""
-        #: Called with the id of this holder, and the number of its broker, whenever it is new. What
-        #: waits here has no lease any more.
-        self.on_joined: Callable[[str, int], None] = lambda *_: None
-        #: Called with leases that were left: those of jobs that have not begun must be forgotten.
-        self.on_left: Callable[[LeaseStore], None] = lambda _: None
-        #: Called where the broker cannot be used, whoever asks.
-        self.on_refused: Callable[[RedisUnavailable], None] = lambda _: None
-        #: Called with the id of a holder that has no leases any more; from any thread.
-        self.on_parted: Callable[[str], None] = lambda _: None
+        #: What others know of this device.
+        self._described = ""
 
     def prepare_anew(self) -> None:
         """Compares leases with Redis before more messages are taken."""
@@ -128,14 +184,18 @@ class RedisSource:
 
     # Connecting
 
-    def _make_outage_log(self, broker: str | None) -> OutageLog:
-        with self._app.connection_for_read(broker) as connection:
-            return OutageLog(connection.as_uri())
+    def _make_outage_log(self, place: Shard) -> OutageLog:
+        return OutageLog(place.describe(self._app))
 
     @property
     def lease_store(self) -> LeaseStore | None:
         """The leases with the broker that is asked; None until one has answered."""
         return None if self._place is None else self._place.store
+
+    @property
+    def stores(self) -> Sequence[LeaseStore]:
+        """The leases with all brokers that are asked, as far as they have answered."""
+        return () if self._place is None else (self._place.store,)
 
     @property
     def is_connected(self) -> bool:
@@ -168,7 +228,7 @@ class RedisSource:
             if self._is_stale:
                 place.fetcher.prepare(self._redis)
         except RedisUnavailable as error:
-            self.on_refused(error)
+            self.listeners.on_refused(error)
             self._lose(error)
             return False
         except (redis.RedisError, OSError, BatcheryError) as error:
@@ -178,7 +238,7 @@ class RedisSource:
 
     def _open(self, number: int) -> Place:
         """Registers this device as a holder with a broker."""
-        with open_channel(self._app, self._brokers[number]) as channel:
+        with open_channel(self._app, self._places[number]) as channel:
             self._channel = channel
             self._cycle = cycle_by_name(channel.queue_order_strategy)()
             pool = channel._get_pool(asynchronous=True)
@@ -186,14 +246,19 @@ class RedisSource:
                 channel._make_separate_client(SOCKET_TIMEOUT_S),
                 channel.global_keyprefix,
                 channel.lease_expiry_s,
+                self._places[number].number,
             )
         store.open()
         inbox = Inbox(self._app, store, self._deliver, self.prepare_anew)
         fetcher = Fetcher(channel, store, self._levels)
         self._place = Place(number, store, pool, inbox, fetcher)
         self.select_queues(self.names)
-        self.on_joined(store.worker, number)
+        self._tell_joined(self._place)
         return self._place
+
+    def _tell_joined(self, place: Place) -> None:
+        self._described = ""
+        self.listeners.on_joined(place.store.worker, self._numbers[place.number])
 
     def select_queues(self, queues: Sequence[str]) -> None:
         """Takes from other queues from now on."""
@@ -218,7 +283,7 @@ class RedisSource:
         # One that only cuts a connection is there.
         if self._failures > 1 or not isinstance(error, redis.ConnectionError):
             self._outages[number](error, 0.0)
-        if len(self._brokers) > 1 and (self._failures > 1 or self._place is None):
+        if len(self._places) > 1 and (self._failures > 1 or self._place is None):
             self._leave(number)
         self._away_until_s = monotonic() + pause_s(self._failures, MAX_RECONNECT_S)
 
@@ -226,8 +291,8 @@ class RedisSource:
         fenced = place.store.worker
         lost = place.store.rejoin()
         self._is_stale = True
-        self.on_parted(fenced)
-        self.on_joined(place.store.worker, place.number)
+        self.listeners.on_parted(fenced)
+        self._tell_joined(place)
         logger.warning(
             "this device was silent for too long: its leases were handed on, %d jobs", lost
         )
@@ -242,10 +307,10 @@ class RedisSource:
     # Leaving for another broker
 
     def _leave(self, number: int) -> None:
-        self._next_broker = (number + 1) % len(self._brokers)
+        self._next_broker = (number + 1) % len(self._places)
         if (place := self._place) is not None:
             self._place = None
-            self.on_left(place.store)
+            self.listeners.on_left(place.store)
             self._left.append(place)
             threading.Thread(target=self._part, args=(place,), daemon=True).start()
 
@@ -260,7 +325,7 @@ class RedisSource:
                 logger.debug("nothing can be given back yet: %r", error)
             sleep(PART_S)
         self._left.remove(place)
-        self.on_parted(store.worker)
+        self.listeners.on_parted(store.worker)
 
     def _has_parted(self, store: LeaseStore) -> bool:
         store.flush()
@@ -376,6 +441,10 @@ class RedisSource:
         assert self._place is not None
         self._place.inbox.dead_letter(token, error)
 
+    def has_key(self, key: str) -> bool:
+        """Whether a key begins as those of this broker or shard do."""
+        return self._channel is not None and key.startswith(self._channel.global_keyprefix)
+
     def find_queue(self, key: str) -> str:
         """The queue of a key, which may be that of any of its lists."""
         return self._find_place(key)[0]
@@ -417,30 +486,23 @@ class RedisSource:
         except (redis.RedisError, OSError) as error:
             logger.debug("jobs wait for longer than they should: %r", error)
 
-    def describe(self, known: str) -> str:
-        """Tells others, through Redis, how much this device holds of each queue.
-
-        Args:
-            known: What they know.
-
-        Returns:
-            What they know now.
-        """
+    def describe(self) -> None:
+        """Tells others, through Redis, how much this device holds of each queue."""
         store, leased = self.lease_store, Counter[str]()
         if store is None or not self.is_connected:
-            return known
+            return
         for key, count in store.leases.count_by_key().items():
             leased[find_own(self.find_queue(key))] += count
         queues = sorted({find_own(each) for each in self.names})
         text = store.describe(queues, self._hostname, leased)
-        if text != known:
+        if text != self._described:
             keys = [store.keys.workers, store.keys.worker_info]
             try:
                 store.scripts.run("renew", keys, store.worker, text)
             except (redis.RedisError, OSError) as error:
                 logger.debug("others cannot be told of this device: %r", error)
-                return known
-        return text
+            else:
+                self._described = text
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows of the leases."""
@@ -468,24 +530,26 @@ class RedisSource:
             timeout_s: The time, in seconds; None for a second.
             is_due: Whether there is something to do that nobody is woken for any more.
         """
+        found = self.alarm.wait(self.watched, self.limit_wait_s(timeout_s), is_due)
+        self.read_pushes(found)
+
+    @property
+    def watched(self) -> Sequence[Any]:
+        """The connections over which Redis tells of changes."""
+        return () if self._redis is None else (self._redis,)
+
+    def limit_wait_s(self, timeout_s: float | None) -> float:
+        """For how long to wait at most, in seconds."""
         timeout_s = SWEEP_INTERVAL_S if timeout_s is None else min(timeout_s, SWEEP_INTERVAL_S)
         if self._redis is None:
             timeout_s = min(timeout_s, max(0.0, self._away_until_s - monotonic()))
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        connection = self._redis
-        if connection is not None and connection._sock is not None:
-            poll.register(connection._sock, select.POLLIN)
-        self._sleeps = True
-        found = dict(poll.poll(0 if is_due() else max(0.0, timeout_s) * 1e3))
-        self._sleeps = False
-        with contextlib.suppress(BlockingIOError):
-            if self._woken in found:
-                os.read(self._woken, 4096)
-        if connection is not None and len(found) > (self._woken in found):
-            self._read_pushes(connection)
+        return timeout_s
 
-    def _read_pushes(self, connection: Any) -> None:
+    def read_pushes(self, connections: Collection[Any]) -> None:
+        """Reads what Redis tells, if it is over the connection of this source."""
+        connection = self._redis
+        if connection is None or connection not in connections:
+            return
         try:
             while connection.can_read(timeout=0):
                 connection.read_response(push_request=True)
@@ -494,6 +558,4 @@ class RedisSource:
 
     def wake(self) -> None:
         """Ends a wait; from any thread."""
-        if self._sleeps:
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._wake, b"w")
+        self.alarm.wake()

@@ -11,12 +11,13 @@ import redis
 from celery import Celery
 
 from batchery.fork_gate import fork_gate
+from batchery.shards import Shard
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.live_workers import read_worker
 from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDetector
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
-from batchery_worker.brokers import list_brokers, open_channel
+from batchery_worker.brokers import list_places, open_channel
 from batchery_worker.device_pool.fleet import Fleet, Holding
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.watched import WatchedBatch
@@ -35,19 +36,22 @@ class HolderBeats(Holding):
             app: Its brokers are asked.
             fleet: Has the devices.
         """
-        self._brokers = [BrokerBeats(app, each, fleet.fence) for each in list_brokers(app)]
+        self._places = [PlaceBeats(app, each, fleet.fence) for each in list_places(app)]
 
     def start(self) -> None:
-        """Starts the threads."""
-        for each in self._brokers:
-            each.start()
+        """Starts the threads; that of a shard when a device has joined it, as few are used."""
+        for each in self._places:
+            if not each.place.is_apart:
+                each.start()
 
     def handle(self, device: DeviceProcess, reply: Reply) -> None:
         """Beats for a device's holders: another one after it was fenced, or with each broker."""
         if isinstance(reply, Joined):
-            self._brokers[reply.broker].holders[reply.holder] = device
+            beats = self._places[reply.place]
+            beats.holders[reply.holder] = device
+            beats.start()
         elif isinstance(reply, Parted):
-            for each in self._brokers:
+            for each in self._places:
                 each.holders.pop(reply.holder, None)
 
     def leave(
@@ -59,38 +63,38 @@ class HolderBeats(Holding):
             for each in batches
             if each.was_too_long
         }
-        for beats in self._brokers:
+        for beats in self._places:
             for holder, holding in [*beats.holders.items()]:
                 if holding is device:
                     beats.end(holder, expired, is_death=is_death)
 
     def stop(self) -> None:
         """Gives back what is left, and ends the threads."""
-        for each in self._brokers:
+        for each in self._places:
             for device in {*each.holders.values()}:
                 self.leave(device, (), is_death=False)
-        for each in self._brokers:
+        for each in self._places:
             each.stop()
 
     @property
     def recovered(self) -> int:
         """How many messages of dead holders are back in their queues."""
-        return sum(each.recovered for each in self._brokers)
+        return sum(each.recovered for each in self._places)
 
     @property
-    def serving(self) -> "BrokerBeats":
+    def serving(self) -> "PlaceBeats":
         """The heartbeat with the broker in use."""
-        return next((each for each in self._brokers if each.holders), self._brokers[0])
+        return next((each for each in self._places if each.holders), self._places[0])
 
 
-class BrokerBeats:
+class PlaceBeats:
     """The thread that does so with one broker."""
 
     def __init__(
-        self, app: Celery, broker: str | None, on_fenced: Callable[[DeviceProcess, str], None]
+        self, app: Celery, place: Shard, on_fenced: Callable[[DeviceProcess, str], None]
     ) -> None:
         self._app = app
-        self._broker = broker
+        self.place = place
         self._on_fenced = on_fenced
         #: Id by which leases are held -> device; any thread adds and removes them.
         self.holders: dict[str, DeviceProcess] = {}
@@ -112,8 +116,9 @@ class BrokerBeats:
         self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the thread, unless it has started."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def end(self, holder: str, expired: dict[str, float], *, is_death: bool) -> None:
         """Gives back what a holder had.
@@ -135,7 +140,7 @@ class BrokerBeats:
             self._thread.join(SOCKET_TIMEOUT_S)
 
     def _connect(self) -> None:
-        with open_channel(self._app, self._broker) as channel:
+        with open_channel(self._app, self.place) as channel:
             self.keys = Keys(channel.global_keyprefix)
             self.expiry_s = float(channel.lease_expiry_s)
             self._client = channel._make_separate_client(self.expiry_s / 2)

@@ -100,7 +100,12 @@ class Admission:
         return Job(
             id=call.task_id,
             # In slots jobs of all keywords run beside each other, so they are one line.
-            key=BatchKey(task.name, "" if task.slots else encode_keywords(keywords), time_limits),
+            key=BatchKey(
+                task.name,
+                "" if task.slots else encode_keywords(keywords),
+                time_limits,
+                0 if call.lease is None else call.lease.store.shard,
+            ),
             limits=options.limits,
             items=len(call.items),
             arrived_s=now_s,

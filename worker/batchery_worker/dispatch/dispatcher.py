@@ -184,10 +184,16 @@ class Dispatcher:
         """The calls of all jobs that have begun, and are not settled."""
         return [*self._in_flight]
 
-    def forget_waiting(self) -> None:
-        """Drops every job that has not begun: the broker will deliver it again."""
-        self._scheduler.clear()
-        self._being_read.clear()
+    def forget_waiting(self, *, lost_only: bool = False) -> None:
+        """Drops jobs that have not begun: they will be delivered again.
+
+        Args:
+            lost_only: Whether those stay whose leases are held here.
+        """
+        leases = [(job, job.payload.lease) for job in self._list_waiting()]
+        gone = [job for job, lease in leases if not (lost_only and lease and lease.is_held)]
+        self._scheduler.remove(gone)
+        self._being_read.remove(gone)
 
     def _list_waiting(self) -> Iterator[Job[TaskCall]]:
         """All jobs that are here, and have not begun."""

@@ -192,8 +192,8 @@ class Joined(NamedTuple):
     """The device has registered as a holder of leases, which its worker keeps alive."""
 
     holder: str
-    #: Number of the broker, see `list_brokers`.
-    broker: int
+    #: Number of the broker or shard, see `list_places`.
+    place: int
 
 
 class Parted(NamedTuple):

@@ -41,7 +41,9 @@ def looking(self: BatchTask, items: list[Any]) -> list[Any]:
 
 
 def call(**message: Any) -> TaskCall:
-    request: Any = SimpleNamespace(type=own.name, id="id-1", request_dict=message, embed=None)
+    request: Any = SimpleNamespace(
+        type=own.name, id="id-1", request_dict=message, embed=None, lease=None
+    )
     return TaskCall(request)
 
 

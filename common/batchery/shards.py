@@ -12,11 +12,8 @@ from kombu import Connection, pools
 from batchery.broker_url import is_cluster
 from batchery.installation import get_redis_url
 from batchery.transport import ClusterTransport, SentinelTransport, Transport
-from batchery.transport.cluster import SHARDS, find_shard
+from batchery.transport.cluster import SHARDS, find_shard, get_cluster
 from batchery.transport.redis_schema import find_own
-
-#: How far apart the tokens of leases on two shards are, so that a device has no two that are equal.
-TOKENS = 2**49
 
 #: Transport option of connections to shards that are no broker of the app: the number of the shard.
 SHARD = "shard"
@@ -33,10 +30,12 @@ class Shard:
     #: Whether it is no broker of the app.
     is_apart: bool = False
 
-    @property
-    def first_token(self) -> int:
-        """The token that is below those of all leases here."""
-        return self.number * TOKENS
+    def describe(self, app: Celery) -> str:
+        """How the log names it."""
+        if is_cluster(self.url):
+            return f"shard {self.number} of the cluster {get_cluster(str(self.url))}"
+        with self.connect(app) as connection:
+            return str(connection.as_uri())
 
     def connect(self, app: Celery, *, writes: bool = False) -> Connection:
         """Makes a connection of kombu's, which does not connect yet.
