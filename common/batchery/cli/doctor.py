@@ -271,14 +271,11 @@ def find_node_away(on: Deployment) -> Iterator[str]:
     "redis-cli --cluster add-node NEW_HOST:PORT HOST:PORT --cluster-slave",
 )
 def find_no_replica(on: Deployment) -> Iterator[str]:
-    """A cluster of one node, or nodes of a cluster without a replica."""
-    primaries = {name: node["node_id"] for name, node in on.nodes.items() if node["slots"]}
+    """A node of a cluster without a replica."""
     followed = {node["master_id"] for name, node in on.nodes.items() if not on.is_away(name)}
-    if len(primaries) == 1:
-        yield f"node {next(iter(primaries))} has all slots of the cluster"
-    yield from (
-        f"node {name} has no replica" for name in primaries if primaries[name] not in followed
-    )
+    for name, node in on.nodes.items():
+        if node["slots"] and node["node_id"] not in followed:
+            yield f"node {name} has no replica"
 
 
 # Workers and queues

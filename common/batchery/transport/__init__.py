@@ -37,23 +37,20 @@ class Transport(_Transport):  # type: ignore[misc]
 
     Channel = Channel
 
-    def __init__(self, client: Any, **options: Any) -> None:
-        """Prepares; raises SettingsError for the URL of a cluster."""
+    def establish_connection(self) -> Any:
+        """Connects.
+
+        Raises:
+            SettingsError: Its URL is that of a cluster.
+            redis.ConnectionError: No server answers; or it takes no writes, and must.
+        """
         # Kombu takes `redis+cluster://` for its Redis transport, with the rest as a host.
-        if str(client.hostname).startswith("cluster://"):
+        if str(self.client.hostname).startswith("cluster://"):
             raise SettingsError(
                 "broker_url is a Redis Cluster, which cannot be Celery's broker; set"
                 " batchery_redis_url to it (BATCHERY_REDIS_URL), and broker_url to a broker that"
                 " Celery knows (CELERY_BROKER_URL)"
             )
-        super().__init__(client, **options)
-
-    def establish_connection(self) -> Any:
-        """Connects.
-
-        Raises:
-            redis.ConnectionError: No server answers; or it takes no writes, and must.
-        """
         connection = super().establish_connection()
         if self.client.transport_options.get(NEEDS_WRITES):
             try:
