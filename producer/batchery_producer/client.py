@@ -19,7 +19,7 @@ from batchery_producer.answers import Answer, Outcome, read_answer
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
-from batchery_producer.publisher import route_unknown
+from batchery_producer.publisher import route_unknown, send_one
 from batchery_producer.stream import ItemOptions, ItemRun
 
 
@@ -166,11 +166,7 @@ class TaskClient:
     ) -> AsyncResult[Any]:
         options = route_unknown(self._app, self.name, given)
         options["headers"] = {**(options.get("headers") or {}), **sent_now()}
-        known: Any = self._app.tasks.get(self.name)
-        if known is None:
-            return self._app.send_task(self.name, (item,), keywords, **options)
-        result: AsyncResult[Any] = known.apply_async((item,), keywords, **options)
-        return result
+        return send_one(self._app, self.name, (item,), keywords, **options)
 
     def map(
         self, items: Iterable[Any], *, ordered: bool = True, **options: Unpack[ItemOptions]
