@@ -255,7 +255,7 @@ class Publisher:
 
 
 def send_one(
-    app: Celery, task: str, args: Sequence[Any], keywords: Mapping[str, Any], **options: Any
+    app: Celery, task: str, args: Sequence[Any], keywords: dict[str, Any], **options: Any
 ) -> AsyncResult[Any]:
     """Sends one job as `apply_async` does, also of a task that the app does not know."""
     known: Any = app.tasks.get(task)
