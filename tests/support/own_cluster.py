@@ -18,7 +18,7 @@ class OwnCluster:
     """Primaries with an equal share of the slots each; runs while it is entered as a context."""
 
     def __init__(
-        self, directory: Path, primaries: int = 3, replicas: int = 1, **options: str
+        self, directory: Path, primaries: int = 3, replicas: int = 1, **options: Any
     ) -> None:
         """Starts nothing yet.
 

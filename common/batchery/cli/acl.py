@@ -124,9 +124,9 @@ def name_keys(app: Celery, queues: Collection[str], *, in_cluster: bool = False)
     with url_errors("result_backend"):
         results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
     options: dict[str, Any] = app.conf.broker_transport_options
-    p, r = _escape(options.get("global_keyprefix", "")), _escape(results.decode())
-    if in_cluster:
-        p = ANY_TAG
+    p = ANY_TAG if in_cluster else _escape(options.get("global_keyprefix", ""))
+    # On a cluster, a prefix has the tag of some shard.
+    r = re.sub(r"^{b\d+}", ANY_TAG, _escape(results.decode()))
     fanout = options.get("fanout_prefix", True)
     fanout = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
     channel = f"&{p}{_escape(fanout.format(db=str(connection.virtual_host).strip('/') or 0))}"
