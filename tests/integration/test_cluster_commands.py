@@ -40,7 +40,7 @@ def unused(item: Any) -> Any:
     return item
 
 
-def make_app(broker: str, cluster: OwnCluster, **conf: Any) -> Celery:
+def make_app(broker: str, cluster: OwnCluster, **conf: Any) -> Any:
     """An app whose batch jobs go to the cluster."""
     app = Celery("client", broker=broker, backend=broker, set_as_current=False)
     app.conf.update(conf)
@@ -51,7 +51,7 @@ def make_app(broker: str, cluster: OwnCluster, **conf: Any) -> Celery:
 
 
 @pytest.fixture
-def app(cluster: OwnCluster, redis_url: str) -> Iterator[Celery]:
+def app(cluster: OwnCluster, redis_url: str) -> Iterator[Any]:
     with make_app(redis_url, cluster) as made:
         empty(made)
         yield made
@@ -60,21 +60,21 @@ def app(cluster: OwnCluster, redis_url: str) -> Iterator[Celery]:
         backend.result_consumer.stop()
 
 
-def empty(app: Celery) -> None:
+def empty(app: Any) -> None:
     """Removes what waits."""
     for queue in (*QUEUES, "unknown"):
         with shard_of(app, queue).connect(app) as connection:
             connection.default_channel.queue_purge(queue)
 
 
-def count(app: Celery) -> dict[str, int]:
+def count(app: Any) -> dict[str, int]:
     """What waits in queues, where any does."""
     queues = survey(app, queues=[*QUEUES, "unknown", "celery"], asks=False).queues
     return {name: jobs for name, jobs in queues.items() if jobs}
 
 
 def test_each_way_of_sending_goes_to_the_shard_of_the_queue(
-    app: Celery, redis_url: str, tmp_path: Path
+    app: Any, redis_url: str, tmp_path: Path
 ) -> None:
     shout, bound = (app.tasks[name] for name in QUEUES)
     shout.delay("one")
@@ -108,7 +108,7 @@ def test_each_way_of_sending_goes_to_the_shard_of_the_queue(
     assert queue_length(redis_url) == 0
 
 
-def test_ordinary_tasks_go_to_the_broker(app: Celery, redis_url: str) -> None:
+def test_ordinary_tasks_go_to_the_broker(app: Any, redis_url: str) -> None:
     ordinary = app.task(shared=False, name="ordinary")(unused)
     ordinary.delay("a")
     with Client(app) as client:
@@ -121,7 +121,7 @@ def test_ordinary_tasks_go_to_the_broker(app: Celery, redis_url: str) -> None:
         broker.delete("celery")
 
 
-def test_a_client_needs_no_broker(cluster: OwnCluster, app: Celery) -> None:
+def test_a_client_needs_no_broker(cluster: OwnCluster, app: Any) -> None:
     made = Celery("client", broker="memory://", set_as_current=False)
     use_redis(made, cluster.url)
     made.backend_cls = "disabled://"
@@ -130,7 +130,7 @@ def test_a_client_needs_no_broker(cluster: OwnCluster, app: Celery) -> None:
     assert count(app) == {"unknown": 1}
 
 
-def test_a_class_is_full_by_the_jobs_in_the_shard(cluster: OwnCluster, app: Celery) -> None:
+def test_a_class_is_full_by_the_jobs_in_the_shard(cluster: OwnCluster, app: Any) -> None:
     limits = {"high": {"level": 0, "share": 1, "max_waiting": 3}}
     with make_app(app.conf.broker_url, cluster, batchery_classes=limits) as limited:
         shout = limited.tasks[QUEUES[0]]
@@ -143,7 +143,7 @@ def test_a_class_is_full_by_the_jobs_in_the_shard(cluster: OwnCluster, app: Cele
         assert count(app) == {shout.name: 3}
 
 
-def test_a_run_that_goes_on_sends_no_job_again(app: Celery, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_sends_no_job_again(app: Any, tmp_path: Path) -> None:
     source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("a\nb\nc\n")
     for resume in (False, True):
@@ -160,7 +160,7 @@ def worker(cluster: OwnCluster, redis_url: str, start_module_worker: StartWorker
 
 
 @pytest.mark.usefixtures("worker")
-def test_stats_and_the_exporter_see_all_shards(app: Celery, on_cluster: str) -> None:
+def test_stats_and_the_exporter_see_all_shards(app: Any, on_cluster: str) -> None:
     jobs = [app.tasks[name].delay("text") for name in QUEUES]
     assert [job.get(timeout=TIMEOUT_S) for job in jobs] == ["TEXT", "apps.shop.bound:text"]
     app.tasks[QUEUES[0]].apply_async(("later",), countdown=1000)
@@ -181,7 +181,7 @@ def test_stats_and_the_exporter_see_all_shards(app: Celery, on_cluster: str) -> 
 
 
 @pytest.mark.usefixtures("worker")
-def test_dead_letters_of_all_shards_are_one_list(app: Celery, on_cluster: str) -> None:
+def test_dead_letters_of_all_shards_are_one_list(app: Any, on_cluster: str) -> None:
     def dead(*arguments: str) -> tuple[int, str]:
         code, out, err = run(on_cluster, "batchery", "dead", *arguments, "-A", "apps.shop")
         return code, out + err
@@ -198,7 +198,8 @@ def test_dead_letters_of_all_shards_are_one_list(app: Celery, on_cluster: str) -
         with shard_of(app, queue).connect(app) as connection:
             channel: Any = connection.default_channel
             channel.client.lpush(queue, "no message")
-    letters = wait_for(lambda: len(found := listed()) == 2 and found, "both are there")
+    wait_for(lambda: len(listed()) == 2, "both are there")
+    letters = listed()
     assert {each["queue"] for each in letters} == {*QUEUES}
     first, second = (each["token"] for each in letters)
     assert "no message" in dead("show", second)[1]
@@ -209,7 +210,7 @@ def test_dead_letters_of_all_shards_are_one_list(app: Celery, on_cluster: str) -
     assert listed() == []
 
 
-def test_explain_finds_jobs(app: Celery, worker: Worker, on_cluster: str) -> None:
+def test_explain_finds_jobs(app: Any, worker: Worker, on_cluster: str) -> None:
     job = app.tasks[QUEUES[0]].delay("text")
     job.get(timeout=TIMEOUT_S)
     code, out, err = run(on_cluster, "batchery", "explain", job.id, "-A", "apps.shop")
