@@ -105,7 +105,7 @@ def test_six_nodes_start_with_the_settings_of_a_cluster(tmp_path: Path) -> None:
         for line in (DEPLOY / name).read_text(encoding="utf-8").splitlines()
         if line and not line.startswith(("#", "bind", "include"))
     ]
-    options = {name.replace("-", "_"): value for name, value in lines}
+    options: dict[str, Any] = {name.replace("-", "_"): value for name, value in lines}
     assert {"cluster_enabled", "appendonly"} <= set(options)
     with OwnCluster(tmp_path / "nodes", binary=server, **options) as cluster:
         assert cluster.is_ready()

@@ -164,8 +164,7 @@ def cluster_of_four() -> Iterator[Place]:
     """Four primaries without replicas, and a broker beside them."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis() as broker:
         # As EmbeddedRedis writes its log.
-        options = {"appendfsync": "everysec"}
-        with RedisCluster(Path(folder, "nodes"), NODES, 0, **options) as cluster:
+        with RedisCluster(Path(folder, "nodes"), NODES, 0, appendfsync="everysec") as cluster:
             pin([node.pid for node in cluster.nodes])
             yield Place(broker.url, cluster.url, [node.url for node in cluster.nodes])
 

@@ -110,7 +110,7 @@ def test_clients(app: Celery, worker: Worker) -> None:
     async def call() -> list[str]:
         async with AsyncClient(app) as client:
             shout = client.task("apps.shop.shout", timeout_s=TIMEOUT_S)
-            return await asyncio.gather(*map(shout, texts))
+            return [*await asyncio.gather(*map(shout, texts))]
 
     assert asyncio.run(call()) == expected
 
