@@ -162,11 +162,14 @@ def one_server() -> Iterator[Place]:
 @contextlib.contextmanager
 def cluster_of_four() -> Iterator[Place]:
     """Four primaries without replicas, and a broker beside them."""
-    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis() as broker:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmbeddedRedis() as broker,
         # As EmbeddedRedis writes its log.
-        with RedisCluster(Path(folder, "nodes"), NODES, 0, appendfsync="everysec") as cluster:
-            pin([node.pid for node in cluster.nodes])
-            yield Place(broker.url, cluster.url, [node.url for node in cluster.nodes])
+        RedisCluster(Path(folder, "nodes"), NODES, 0, appendfsync="everysec") as cluster,
+    ):
+        pin([node.pid for node in cluster.nodes])
+        yield Place(broker.url, cluster.url, [node.url for node in cluster.nodes])
 
 
 def pin(pids: Sequence[int]) -> None:
