@@ -158,15 +158,12 @@ class RedisCluster:
             "appendfsync": "no",
         }
         self._primaries = primaries
+        self._directory, self._binary = directory, binary
+        self._options = {**own, **options}
         # By themselves they are 10,000 above those of clients, and may be taken.
         self._bus_ports = [find_lasting_port() for _ in range(primaries * (1 + replicas))]
         #: Primaries first, as they are at the start.
-        self.nodes = [
-            self.node_class(
-                directory / str(number), binary, **{**own, "cluster_port": str(port), **options}
-            )
-            for number, port in enumerate(self._bus_ports)
-        ]
+        self.nodes = [self._make_node(number) for number in range(len(self._bus_ports))]
         self._stack = ExitStack()
 
     @property
@@ -185,6 +182,24 @@ class RedisCluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def _make_node(self, number: int) -> Node:
+        options = {"cluster_port": str(self._bus_ports[number]), **self._options}
+        return self.node_class(self._directory / str(number), self._binary, **options)
+
+    def grow(self) -> Node:
+        """Adds a primary that has no slots yet."""
+        self._bus_ports.append(find_lasting_port())
+        made = self._stack.enter_context(self._make_node(len(self.nodes)))
+        self.nodes.append(made)
+        self._meet(made)
+        wait_for(self._all_know_all, "all nodes know the new one")
+        self.wait_ready()
+        return made
+
+    def _meet(self, node: Node) -> None:
+        address = ("127.0.0.1", self.nodes[0].port, self._bus_ports[0])
+        self.ask(node, "CLUSTER MEET", *address)
+
     def _join(self) -> None:
         primaries, replicas = self.nodes[: self._primaries], self.nodes[self._primaries :]
         cuts = [
@@ -196,8 +211,7 @@ class RedisCluster:
             # So that no two have the same epoch, which would have to be settled first.
             self.ask(node, "CLUSTER SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
-            address = ("127.0.0.1", self.nodes[0].port, self._bus_ports[0])
-            self.ask(node, "CLUSTER MEET", *address)
+            self._meet(node)
         wait_for(self._all_know_all, "all nodes know each other")
         for number, node in enumerate(replicas):
             self.ask(node, "CLUSTER REPLICATE", self.id_of(primaries[number % self._primaries]))
@@ -288,7 +302,8 @@ class RedisCluster:
             target = ("127.0.0.1", to.port, "", 0, 10_000, "KEYS")
             self.ask(source, "MIGRATE", *target, *keys)
         for node in (to, source, *self.nodes):
-            if self.is_primary(node):
+            # A new one has no slots yet.
+            if node is to or self.is_primary(node):
                 self.ask(node, "CLUSTER SETSLOT", slot, "NODE", self.id_of(to))
 
 
