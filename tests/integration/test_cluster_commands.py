@@ -64,7 +64,8 @@ def empty(app: Any) -> None:
     """Removes what waits."""
     for queue in (*QUEUES, "unknown"):
         with shard_of(app, queue).connect(app) as connection:
-            connection.default_channel.queue_purge(queue)
+            channel: Any = connection.default_channel
+            channel.queue_purge(queue)
 
 
 def count(app: Any) -> dict[str, int]:
