@@ -155,6 +155,17 @@ def test_a_run_that_goes_on_sends_no_job_again(app: Any, tmp_path: Path) -> None
 # Commands
 
 
+def test_purge_deletes_what_waits(app: Any, on_cluster: str) -> None:
+    app.tasks[QUEUES[0]].submit_many("abc")
+    app.tasks[QUEUES[0]].apply_async(("later",), countdown=1000)
+    with open_redis(on_cluster) as broker:
+        broker.lpush(QUEUES[0], "sent by a stock client")
+    queue, other = QUEUES[0], "unknown"
+    code, out, err = run(on_cluster, "batchery", "purge", queue, other, "-A", "apps.shop", "--yes")
+    assert (code, out) == (0, f"{queue}: 5\n{other}: 0\n"), err
+    assert count(app) == {}
+
+
 @pytest.fixture(scope="module")
 def worker(cluster: OwnCluster, redis_url: str, start_module_worker: StartWorker) -> Worker:
     return start_module_worker("apps.shop", env={"BATCHERY_REDIS_URL": cluster.url})
