@@ -20,7 +20,7 @@ from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import LASTING_REFUSALS, RetryPolicy, explain_refusal, find_refusal
 from batchery.settings import LOWEST_PRIORITY
-from batchery.shards import Shard, shard_of
+from batchery.shards import Shard, list_shards, shard_of
 from batchery.task import BatchTask
 from batchery.transport.redis_schema import lists_of
 
@@ -150,12 +150,13 @@ class BrokerConnection:
         finally:
             del batches.current
 
-    def call(self, function: Callable[[], T], queue: str) -> T:
+    def call(self, function: Callable[[], T], queue: str, retries: RetryPolicy | None = None) -> T:
         """Calls a function that sends something, until it works.
 
         Args:
             function: Must be safe to repeat, whatever it did before it failed.
             queue: Name of the queue, for error messages.
+            retries: How long to retry in place of how long this connection does.
 
         Raises:
             BrokerRefused: The broker refuses the command.
@@ -174,7 +175,7 @@ class BrokerConnection:
                     return refused  # Not raised, as another attempt would be refused, too.
                 raise refused or error from error
 
-        answer = self.retries.call(attempt, self._errors(), self._disconnect)
+        answer = (retries or self.retries).call(attempt, self._errors(), self._disconnect)
         if isinstance(answer, BrokerRefused):
             raise answer
         return answer
@@ -227,8 +228,10 @@ class BrokerConnection:
         def revoke(some: Sequence[str]) -> None:
             control.revoke(some, connection=self.producer.connection)
 
+        # A broker that is away must not hold up jobs that are elsewhere.
+        retries = RetryPolicy(away_s=0) if list_shards(self.app)[0].is_apart else None
         for some in chunks(iter(task_ids), REVOKE_CHUNK):
-            self.call(partial(revoke, some), "celery.pidbox")
+            self.call(partial(revoke, some), "celery.pidbox", retries)
 
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""

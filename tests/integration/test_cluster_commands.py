@@ -64,7 +64,8 @@ def empty(app: Any) -> None:
     """Removes what waits."""
     for queue in (*QUEUES, "unknown"):
         with shard_of(app, queue).connect(app) as connection:
-            connection.default_channel.queue_purge(queue)
+            channel: Any = connection.default_channel
+            channel.queue_purge(queue)
 
 
 def count(app: Any) -> dict[str, int]:
@@ -152,6 +153,17 @@ def test_a_run_that_goes_on_sends_no_job_again(app: Any, tmp_path: Path) -> None
 
 
 # Commands
+
+
+def test_purge_deletes_what_waits(app: Any, on_cluster: str) -> None:
+    app.tasks[QUEUES[0]].submit_many("abc")
+    app.tasks[QUEUES[0]].apply_async(("later",), countdown=1000)
+    with open_redis(on_cluster) as broker:
+        broker.lpush(QUEUES[0], "sent by a stock client")
+    queue, other = QUEUES[0], "unknown"
+    code, out, err = run(on_cluster, "batchery", "purge", queue, other, "-A", "apps.shop", "--yes")
+    assert (code, out) == (0, f"{queue}: 5\n{other}: 0\n"), err
+    assert count(app) == {}
 
 
 @pytest.fixture(scope="module")

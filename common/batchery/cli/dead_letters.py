@@ -126,8 +126,7 @@ def open_dead_letters(app: Celery) -> Iterator[AllDeadLetters]:
     for shard in list_shards(app):
         check_shard(app, shard)
     with broker_errors(), open_shards(app) as connections:
-        found = [DeadLetters.of(connection) for connection in connections]
-        letters = [each for each in found if each is not None]
+        letters = [each for each in map(DeadLetters.of, connections) if each is not None]
         if not letters:
             raise SettingsError(
                 f"dead letters are kept in Redis, but the broker is {connections[0].as_uri()}"

@@ -224,12 +224,9 @@ def find_no_redis(on: Deployment) -> Iterator[str]:
 def find_eviction(on: Deployment) -> Iterator[str]:
     """A `maxmemory-policy` other than `noeviction`."""
     for server, info in on.infos.items():
-        policy, evicted = info["maxmemory_policy"], info["evicted_keys"]
+        policy, evicted = info["maxmemory_policy"], f"{info['evicted_keys']:,} keys were evicted"
         if policy != "noeviction":
-            text = (
-                f"maxmemory-policy is {policy}; {evicted:,} keys were evicted since Redis started"
-            )
-            yield server + text
+            yield f"{server}maxmemory-policy is {policy}; {evicted} since Redis started"
 
 
 @check(

@@ -284,10 +284,7 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
     """
     with open_places(app) as places:
         return {
-            name: sum(
-                _count_messages(place.connection, name)
-                for place in choose_places(app, places, name)
-            )
+            name: sum(_count_messages(each[0], name) for each in choose_places(app, places, name))
             for name in sorted(names)
         }
 
