@@ -33,7 +33,8 @@ LOOK_S = 0.02
 class Node(Protocol):
     """One server; it runs while it is entered as a context, but for `kill` until `start`."""
 
-    #: The same for as long as it lives, and the URL there.
+    #: The server; and where it listens, the same for as long as this object lives.
+    binary: Path
     port: int
     url: str
 
@@ -65,7 +66,7 @@ class GuardedNode:
     def __init__(self, directory: Path, binary: Path | None = None, **options: str) -> None:
         """Options are those of redis.conf, with underscores."""
         directory.mkdir()
-        self._binary = binary or find_redis_server()
+        self.binary = binary or find_redis_server()
         self.port = find_lasting_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         given = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "appendonly": "yes"}
@@ -86,7 +87,7 @@ class GuardedNode:
         Raises:
             TimeoutError: It does not.
         """
-        command = [str(self._binary)]
+        command = [str(self.binary)]
         for name, value in self._options.items():
             command += [f"--{name.replace('_', '-')}", value]
         self._process = GuardedProcess(command, cwd=self._directory)

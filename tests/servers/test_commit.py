@@ -325,6 +325,7 @@ def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
     broker = house.committer._brokers[house.store.shard]
     broker._store = house.store
+    assert house.committer._results is not None
     for each in (house.committer._results, broker):
         lossy: Any = each
         lossy._scripts = LostAnswers(each.scripts, 2)
