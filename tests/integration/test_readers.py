@@ -27,10 +27,10 @@ def open_readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     opened = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PYTHONPATH, os.environ["PYTHONPATH"]]))
 
-    def start(kind: type[Reader] = OddReader, processes: int = 2, **media: Any) -> Readers:
+    def start(kind: type[Reader] = OddReader, processes: int = 2, **given: Any) -> Readers:
         settings = ModelSettings(kind="image_embedding", model="any")
-        reader = kind(settings, MediaSettings(**media))
-        opened.append(Readers({"see": reader}, None, processes))
+        media = MediaSettings(readers=processes, **given)
+        opened.append(Readers({"see": kind(settings, media)}, None, media))
         return opened[-1]
 
     yield start
@@ -39,7 +39,7 @@ def open_readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 
 def read(readers: Readers, *texts: str) -> list[Any]:
-    futures = [readers.submit("see", {"text": text}, {"top_k": 3}) for text in texts]
+    futures = [readers.submit("see", {"text": text}) for text in texts]
     return [each.result(TIMEOUT_S) for each in futures]
 
 
@@ -53,7 +53,7 @@ def test_an_item_is_read_in_another_process(open_readers: Open) -> None:
     assert isinstance(item, ReadItem)
     pid = item.value.pop("pid")
     assert pid != os.getpid()
-    assert item.value == {"data": "a text", "keywords": {"top_k": 3}}
+    assert item.value == {"data": "a text"}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_nothing_is_started_again_for_what_is_read_at_the_end(open_readers: Open
     readers = open_readers(processes=1)
     read(readers, "a")
     texts = ["hang", "b", "c"]
-    futures = [readers.submit("see", {"text": text}, {}) for text in texts]
+    futures = [readers.submit("see", {"text": text}) for text in texts]
     wait_for(lambda: futures[0].running(), "the first one is being read")
     readers.close()
     wait_for(lambda: all(each.done() for each in futures), "nobody waits for a reader")
