@@ -12,9 +12,10 @@ from batchery.media_settings import MediaSettings
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.media.reader import Reader, ReadItem
-from batchery_worker.media.reading import Readers
+from batchery_worker.media.reading import MAX_FETCHED_BYTES, Readers
 from support.harness import PYTHONPATH, command_line, wait_ended, wait_for
 from support.patience import patient
+from support.picture_host import PictureHost
 from support.readers import OddReader, UnopenedReader
 
 TIMEOUT_S = patient(60)
@@ -102,6 +103,20 @@ def test_a_reader_that_cannot_be_opened_says_so_for_each_item(open_readers: Open
     for each in read(open_readers(UnopenedReader), "a", "b"):
         assert isinstance(each, Failed)
         assert str(each.exception).endswith("has no image processor")
+
+
+def test_what_is_fetched_at_a_time_is_bounded_in_bytes(open_readers: Open) -> None:
+    with PictureHost(b"a picture") as host:
+        # Of this size, two may be in memory.
+        readers = open_readers(max_bytes=MAX_FETCHED_BYTES // 2, hosts=["127.0.0.1"])
+        fetched = [readers.submit("see", {"image": host.url("/slow")}) for _ in range(6)]
+        wait_for(lambda: host.slow >= 2, "as many are fetched as may be")
+        # What comes with its message waits for nobody.
+        assert all(isinstance(each, ReadItem) for each in read(readers, *"abcdef"))
+        assert host.slow == 2
+        host.gate.set()
+        assert all(isinstance(each.result(TIMEOUT_S), ReadItem) for each in fetched)
+        assert host.slow == 6
 
 
 def test_processes_end_with_their_device(open_readers: Open) -> None:

@@ -1,4 +1,4 @@
-"""Sound through a real worker: several recordings at once, their pieces, and who dies meanwhile."""
+"""Sound through a real worker: several recordings at once, their pieces, and bad ones."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from celery import Celery
 
 from batchery import AsyncClient, Client, InvalidItem
 from conftest import StartWorker
-from support.harness import Worker, leased, wait_ended, wait_for
+from support.harness import Worker
 from support.patience import patient
 from support.served_sounds import make_variables, transcribe_here
 from support.sounds import LABELS, make_recording, write_header
@@ -100,32 +100,3 @@ def test_bad_recordings_fail_alone(worker: Worker, client: Celery) -> None:
         assert problem in str(error.value)
         assert "\n" not in str(error.value)
     assert all(job.get(timeout=TIMEOUT_S)["text"] for job in good)
-
-
-def test_transcriptions_go_on_after_the_death_of_their_device(
-    start_worker: StartWorker, client: Celery, caller: Client, folder: Path, redis_url: str
-) -> None:
-    worker = start_worker("batchery.app", env=make_variables(folder, "whisper"))
-    recordings = [make_recording(40, seed) for seed in range(8)]
-    read, unread = recordings[:6], recordings[6:]
-    streams = [caller.task("whisper").stream(each, timeout_s=TIMEOUT_S) for each in read]
-    jobs = [send(client, "whisper", each) for each in unread]
-    windows = [0] * len(read)
-    texts = [""] * len(read)
-    for place, stream in enumerate(streams):
-        piece = next(iter(stream))
-        windows[place], texts[place] = len(piece["windows"]), piece["text"]
-    (device,) = worker.devices()
-    device.kill()
-    wait_ended([device])
-    for place, stream in enumerate(streams):
-        for piece in stream:
-            windows[place] += len(piece["windows"])
-            texts[place] += piece["text"]
-    alone = transcribe_here(folder, "whisper", recordings)
-    assert [stream.result for stream in streams] == alone[:6]
-    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == alone[6:]
-    # No window was told twice, and none is missing.
-    assert texts == [each["text"] for each in alone[:6]]
-    assert set(windows) == {20}
-    wait_for(lambda: leased(redis_url) == 0, "no job is held any more")

@@ -11,7 +11,7 @@ from batchery import InvalidItem
 from batchery.media_settings import MediaSettings
 from batchery_worker.media.fetching import fetch
 from batchery_worker.media.items import Content, FilePath, StoreUrl, WebUrl
-from support.picture_host import PictureHost
+from support.picture_host import ZIP_BOMB, PictureHost
 
 PICTURE = b"x" * 500
 
@@ -45,6 +45,10 @@ def test_redirects_are_followed_to_hosts_that_are_allowed(host: PictureHost) -> 
 def test_other_answers_are_refused(host: PictureHost, path: str, problem: str) -> None:
     with pytest.raises(InvalidItem, match=problem):
         get(WebUrl(host.url(path)))
+
+
+def test_what_a_host_has_packed_is_not_unpacked(host: PictureHost) -> None:
+    assert get(WebUrl(host.url("/zip-bomb"))) == ZIP_BOMB
 
 
 def test_a_host_that_is_slow_is_left_in_time(host: PictureHost) -> None:
@@ -81,7 +85,14 @@ def test_a_name_is_looked_up_once(host: PictureHost, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "fd00::1", "0.0.0.0"]
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.1", "169.254.169.254", "0.0.0.0"),
+        *("::", "::1", "fd00::1", "fe80::1%1", "fec0::1", "ff02::1"),
+        # With one of IPv4 in them.
+        *("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b:1::127.0.0.1"),
+        *("2002:7f00:1::", "2001:0:7f00:1::"),
+    ],
 )
 def test_a_name_that_leads_to_a_private_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: str
