@@ -84,11 +84,13 @@ def test_a_hundred_transcriptions_outlive_their_device_and_their_worker(
         return sum(job.ready() for job in jobs)
 
     heard = [[next(stream)] for stream in streams]
-    families, done = Families(), count_done()
+    families = Families()
     families.note(worker)
     (device,) = worker.devices()
     device.kill()
-    wait_for(lambda: count_done() > done + 16, "another device goes on", TIMEOUT_S)
+    wait_ended([device])
+    done = count_done()
+    wait_for(lambda: count_done() > done + 8, "another device goes on", TIMEOUT_S)
     families.note(worker)
     worker.process.kill()
     worker.process.wait()
