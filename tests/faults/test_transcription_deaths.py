@@ -119,6 +119,7 @@ def test_a_hundred_transcriptions_outlive_their_device_and_their_worker(
     assert not [each for each in files.rglob("*") if not each.name.startswith("pymp-")]
     for each in references:
         remove_media(client, each)
-    # Results and pieces expire.
-    lasting = {key for key in store.scan_iter() if store.ttl(key) == -1}
-    assert not lasting - {b"batchery:schema", b"batchery:token"}
+    # Results and pieces expire. What is of the queues is there as soon as a worker was.
+    lasting = {key.decode() for key in store.scan_iter() if store.ttl(key) == -1}
+    queues = {each for each in lasting if each.startswith("_kombu.binding")}
+    assert lasting - queues <= {"batchery:schema", "batchery:token"}

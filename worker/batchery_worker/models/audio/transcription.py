@@ -184,7 +184,8 @@ class TranscriptionModel(MediaItems, StepModel):
         Where the memory is short, the next steps have fewer of them.
         """
         # Those that came with all their pieces, but without their results.
-        advances = [self._end(job) for job in list(self._jobs.values()) if not job.left]
+        whole = [job for job in self._jobs.values() if not job.left]
+        advances = [each for job in whole for each in self._advance(job, has_news=False)]
         chosen = self._choose()
         if not chosen:
             return advances
@@ -203,9 +204,8 @@ class TranscriptionModel(MediaItems, StepModel):
         for (job, _), each in zip(chosen, heard, strict=True):
             job.heard.append(each)
             del job.left[0]
-        return advances + [
-            each for job in dict.fromkeys(job for job, _ in chosen) for each in self._advance(job)
-        ]
+        in_turn = dict.fromkeys(job for job, _ in chosen)
+        return advances + [each for job in in_turn for each in self._advance(job)]
 
     def _choose(self) -> list[tuple[SpeechJob, Window]]:
         """The next windows: one of each job, then another one, as long as there is room.
@@ -238,25 +238,18 @@ class TranscriptionModel(MediaItems, StepModel):
         del self._jobs[job.slot]
         return [Advance(job.slot, outcome=Failed(failure))]
 
-    def _advance(self, job: SpeechJob) -> list[Advance]:
-        """What became of a job that has had its turn."""
-        self._jobs[job.slot] = self._jobs.pop(job.slot)
-        try:
-            piece = job.take_piece(self._speech)
-        except Exception as error:  # noqa: BLE001 - see `_end`
-            del self._jobs[job.slot]
-            return [Advance(job.slot, outcome=_fail(error))]
-        advances = [Advance(job.slot, piece)]
-        return advances if job.left else [*advances, self._end(job)]
-
-    def _end(self, job: SpeechJob) -> Advance:
+    def _advance(self, job: SpeechJob, *, has_news: bool = True) -> list[Advance]:
+        """What became of a job, which goes behind the others, or has ended."""
         del self._jobs[job.slot]
+        advances = []
         try:
-            return Advance(job.slot, outcome=job.result(self._speech))
+            if has_news:
+                advances.append(Advance(job.slot, job.take_piece(self._speech)))
+            if job.left:
+                self._jobs[job.slot] = job
+            else:
+                advances.append(Advance(job.slot, outcome=job.result(self._speech)))
         except Exception as error:  # noqa: BLE001 - transformers raises any for odd tokens
-            return Advance(job.slot, outcome=_fail(error))
-
-
-def _fail(error: Exception) -> Failed:
-    """The outcome of a job whose windows cannot be put together."""
-    return Failed(ItemFailed(f"audio: what was heard cannot be put together: {reason(error)}"))
+            problem = f"audio: what was heard cannot be put together: {reason(error)}"
+            return [Advance(job.slot, outcome=Failed(ItemFailed(problem)))]
+        return advances
