@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path in ("/picture", "/slow"):
             self._answer(200, self.host.picture)
         elif path == "/zip-bomb":
-            self._answer(200, ZIP_BOMB, **{"Content-Encoding": "gzip"})
+            self._answer(200, ZIP_BOMB, len(ZIP_BOMB), **{"Content-Encoding": "gzip"})
         elif path in REDIRECTS:
             self._answer(302, Location=REDIRECTS[path])
         elif path == "/large":

@@ -59,7 +59,7 @@ class VectorModel(TowerModel):
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
         options: EmbeddingKeywords = super()._read_keywords(keywords)
-        if self.dimensions:
+        if options.dimensions is not None:
             options.check(self.dimensions)
         return options
 

@@ -201,7 +201,8 @@ class EmbeddingItems(PromptedItems):
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> TextEmbeddingKeywords:
         options: TextEmbeddingKeywords = super()._read_keywords(keywords)
-        options.check(self.dimensions)
+        if options.dimensions is not None:
+            options.check(self.dimensions)
         return options
 
     def write(
