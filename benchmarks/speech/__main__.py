@@ -50,7 +50,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recordings", type=int, default=200)
     parser.add_argument("--longest", type=float, default=300.0, help="of a recording, in seconds")
     parser.add_argument("--slots", type=int, default=16, help="and windows of a batch")
-    parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -63,7 +62,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     drawn = generator.lognormal(np.log(MEDIAN_S), SIGMA, options.recordings)
     seconds = np.clip(drawn, LEAST_S, options.longest)
     recordings = [make_recording(each, generator) for each in seconds]
-    systems = Systems(folder, options.device, options.dtype, options.slots, options.beams)
+    systems = Systems(folder, options.device, options.dtype, options.slots)
     # Nobody pays for what the first passes load.
     for way in systems.ways:
         systems.measure(way, recordings[:2], 1.0)

@@ -65,7 +65,7 @@ class Counted:
 class Systems:
     """One model, in each of the ways."""
 
-    def __init__(self, folder: Path, device: str, dtype: Any, slots: int, beams: int) -> None:
+    def __init__(self, folder: Path, device: str, dtype: Any, slots: int) -> None:
         settings = ModelSettings(kind="transcription", model=str(folder), slots=slots, dtype=dtype)
         self._model = TranscriptionModel(settings)
         self._model.load(device)
@@ -73,7 +73,7 @@ class Systems:
         self._pipe = make(
             "automatic-speech-recognition", model=str(folder), device=device, dtype=dtype_of(dtype)
         )
-        self._slots, self._beams = slots, beams
+        self._slots = slots
         self.ways: dict[str, Callable[[Sequence[bytes]], list[str]]] = {
             "one by one": self._one_by_one,
             "fixed batches": self._in_batches,
@@ -105,7 +105,7 @@ class Systems:
             batch_size=batch_size,
             chunk_length_s=self._pipe.feature_extractor.chunk_length,
             return_timestamps=True,
-            generate_kwargs={"num_beams": self._beams},
+            generate_kwargs={"num_beams": 1},
             ignore_warning=True,
         )
 
@@ -113,10 +113,9 @@ class Systems:
         return decode_audio(recording, self._pipe.feature_extractor.sampling_rate, ENDLESS_S)
 
     def _in_slots(self, recordings: Sequence[bytes]) -> list[str]:
-        keywords = {"beams": self._beams}
         slots: Slots[int] = Slots(self._model, self._slots)
-        for at, prepared in enumerate(prepare(self._model, recordings, keywords)):
-            slots.add(SlotItem(at, prepared, keywords, (), is_streamed=False))
+        for at, prepared in enumerate(prepare(self._model, recordings, {})):
+            slots.add(SlotItem(at, prepared, {}, (), is_streamed=False))
         texts: dict[int, str] = {}
         while len(texts) < len(recordings):
             for at, _, outcome in slots.step():

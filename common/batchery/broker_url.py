@@ -17,6 +17,15 @@ def is_cluster(url: str | None) -> bool:
     return url is not None and urlsplit(url).scheme in SCHEMES
 
 
+def find_database(url: object) -> object:
+    """What a URL of one Redis names, however it is spelled; anything else as it is."""
+    parts = urlsplit(str(url))
+    if parts.scheme not in ("redis", "rediss") or "," in parts.netloc or ";" in str(url):
+        return url
+    host = {None: "localhost", "127.0.0.1": "localhost"}.get(parts.hostname, parts.hostname)
+    return host, parts.port or 6379, parts.path.strip("/") or "0"
+
+
 def read_cluster_url(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
     """Reads `redis+cluster://user:password@host:port,host:port/?option=value`.
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from celery import Celery
 
-from batchery.broker_url import check_broker_url, is_cluster
+from batchery.broker_url import check_broker_url, find_database, is_cluster
 from batchery.errors import SettingsError, StartError
 from batchery.media_settings import MediaSettings
 from batchery.queue_limits import QueueLimits
@@ -37,9 +37,11 @@ class Installation:
             # A worker stops with it. A producer sends its jobs nevertheless.
             return None
         conf = self._app.conf
-        brokers = (conf.broker_url, conf.broker_read_url, conf.broker_write_url)
+        brokers = filter(None, (conf.broker_url, conf.broker_read_url, conf.broker_write_url))
         # Celery cannot use a cluster, so one is no broker even where it is named as such.
-        return None if url in brokers and not is_cluster(url) else url
+        if url is None or is_cluster(url):
+            return url
+        return None if find_database(url) in map(find_database, brokers) else url
 
     @cached_property
     def queue_limits(self) -> QueueLimits | None:

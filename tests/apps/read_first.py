@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +26,7 @@ class GatedReaders:
     def open(cls, *_: Any) -> Self:
         return cls()
 
-    def submit(self, task: str, item: Any, keywords: Mapping[str, Any]) -> "Future[Any]":
+    def submit(self, task: str, item: Any) -> "Future[Any]":
         return self._threads.submit(self._read, item)
 
     def close(self) -> None:

@@ -12,9 +12,10 @@ from batchery.media_settings import MediaSettings
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.media.reader import Reader, ReadItem
-from batchery_worker.media.reading import Readers
+from batchery_worker.media.reading import MAX_FETCHED_BYTES, Readers
 from support.harness import PYTHONPATH, command_line, wait_ended, wait_for
 from support.patience import patient
+from support.picture_host import PictureHost
 from support.readers import OddReader, UnopenedReader
 
 TIMEOUT_S = patient(60)
@@ -27,10 +28,10 @@ def open_readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     opened = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PYTHONPATH, os.environ["PYTHONPATH"]]))
 
-    def start(kind: type[Reader] = OddReader, processes: int = 2, **media: Any) -> Readers:
+    def start(kind: type[Reader] = OddReader, processes: int = 2, **given: Any) -> Readers:
         settings = ModelSettings(kind="image_embedding", model="any")
-        reader = kind(settings, MediaSettings(**media))
-        opened.append(Readers({"see": reader}, None, processes))
+        media = MediaSettings(readers=processes, **given)
+        opened.append(Readers({"see": kind(settings, media)}, None, media))
         return opened[-1]
 
     yield start
@@ -39,7 +40,7 @@ def open_readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 
 def read(readers: Readers, *texts: str) -> list[Any]:
-    futures = [readers.submit("see", {"text": text}, {"top_k": 3}) for text in texts]
+    futures = [readers.submit("see", {"text": text}) for text in texts]
     return [each.result(TIMEOUT_S) for each in futures]
 
 
@@ -53,7 +54,7 @@ def test_an_item_is_read_in_another_process(open_readers: Open) -> None:
     assert isinstance(item, ReadItem)
     pid = item.value.pop("pid")
     assert pid != os.getpid()
-    assert item.value == {"data": "a text", "keywords": {"top_k": 3}}
+    assert item.value == {"data": "a text"}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,20 @@ def test_a_reader_that_cannot_be_opened_says_so_for_each_item(open_readers: Open
         assert str(each.exception).endswith("has no image processor")
 
 
+def test_what_is_fetched_at_a_time_is_bounded_in_bytes(open_readers: Open) -> None:
+    with PictureHost(b"a picture") as host:
+        # Of this size, two may be in memory.
+        readers = open_readers(max_bytes=MAX_FETCHED_BYTES // 2, hosts=["127.0.0.1"])
+        fetched = [readers.submit("see", {"image": host.url("/slow")}) for _ in range(6)]
+        wait_for(lambda: host.slow >= 2, "as many are fetched as may be")
+        # What comes with its message waits for nobody.
+        assert all(isinstance(each, ReadItem) for each in read(readers, *"abcdef"))
+        assert host.slow == 2
+        host.gate.set()
+        assert all(isinstance(each.result(TIMEOUT_S), ReadItem) for each in fetched)
+        assert host.slow == 6
+
+
 def test_processes_end_with_their_device(open_readers: Open) -> None:
     readers = open_readers()
     read(readers, "a", "b")
@@ -116,7 +131,7 @@ def test_nothing_is_started_again_for_what_is_read_at_the_end(open_readers: Open
     readers = open_readers(processes=1)
     read(readers, "a")
     texts = ["hang", "b", "c"]
-    futures = [readers.submit("see", {"text": text}, {}) for text in texts]
+    futures = [readers.submit("see", {"text": text}) for text in texts]
     wait_for(lambda: futures[0].running(), "the first one is being read")
     readers.close()
     wait_for(lambda: all(each.done() for each in futures), "nobody waits for a reader")

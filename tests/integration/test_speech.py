@@ -1,4 +1,4 @@
-"""Sound through a real worker: several recordings at once, their pieces, and who dies meanwhile."""
+"""Sound through a real worker: several recordings at once, their pieces, and bad ones."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from celery import Celery
 
 from batchery import AsyncClient, Client, InvalidItem
 from conftest import StartWorker
-from support.harness import Worker, leased, wait_ended, wait_for
+from support.harness import Worker
 from support.patience import patient
 from support.served_sounds import make_variables, transcribe_here
 from support.sounds import LABELS, make_recording, write_header
@@ -18,8 +18,6 @@ from support.sounds import LABELS, make_recording, write_header
 TIMEOUT_S = patient(90)
 
 RECORDINGS = [make_recording(seconds, seed) for seed, seconds in enumerate((1, 9, 2.5, 20, 5))]
-
-GREEDY: dict[str, Any] = {"beams": 1}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +46,14 @@ def send(client: Celery, task: str, item: Any, **keywords: Any) -> Any:
 def test_recordings_have_the_results_that_they_have_alone(
     worker: Worker, client: Celery, folder: Path
 ) -> None:
-    for task, keywords in (("whisper", {**GREEDY, "timestamps": "word"}), ("ctc", {})):
+    for task, keywords in (("whisper", {"timestamps": "word"}), ("ctc", {})):
         jobs = [send(client, task, each, **keywords) for each in RECORDINGS]
         alone = transcribe_here(folder, task, RECORDINGS, **keywords)
         assert [job.get(timeout=TIMEOUT_S) for job in jobs] == alone
 
 
 def test_pieces_are_the_segments_of_the_result(worker: Worker, caller: Client) -> None:
-    streams = [
-        caller.task("whisper").stream(each, timeout_s=TIMEOUT_S, **GREEDY) for each in RECORDINGS
-    ]
+    streams = [caller.task("whisper").stream(each, timeout_s=TIMEOUT_S) for each in RECORDINGS]
     for stream in streams:
         segments = [segment for piece in stream for segment in piece["segments"]]
         assert segments == stream.result["segments"]
@@ -67,7 +63,7 @@ def test_pieces_are_the_segments_of_the_result(worker: Worker, caller: Client) -
 def test_asyncio_reads_the_same_pieces(worker: Worker, redis_url: str) -> None:
     async def read() -> tuple[str, Any]:
         async with AsyncClient(redis_url) as client:
-            stream = client.task("whisper").stream(RECORDINGS[3], timeout_s=TIMEOUT_S, **GREEDY)
+            stream = client.task("whisper").stream(RECORDINGS[3], timeout_s=TIMEOUT_S)
             text = "".join([piece["text"] async for piece in stream])
             return text, stream.result
 
@@ -96,7 +92,7 @@ BAD = {
 
 
 def test_bad_recordings_fail_alone(worker: Worker, client: Celery) -> None:
-    good = [send(client, "whisper", each, **GREEDY) for each in RECORDINGS]
+    good = [send(client, "whisper", each) for each in RECORDINGS]
     jobs = [(send(client, "whisper", item), problem) for item, problem in BAD.values()]
     for job, problem in jobs:
         with pytest.raises(InvalidItem) as error:
@@ -104,32 +100,3 @@ def test_bad_recordings_fail_alone(worker: Worker, client: Celery) -> None:
         assert problem in str(error.value)
         assert "\n" not in str(error.value)
     assert all(job.get(timeout=TIMEOUT_S)["text"] for job in good)
-
-
-def test_transcriptions_go_on_after_the_death_of_their_device(
-    start_worker: StartWorker, client: Celery, caller: Client, folder: Path, redis_url: str
-) -> None:
-    worker = start_worker("batchery.app", env=make_variables(folder, "whisper"))
-    recordings = [make_recording(40, seed) for seed in range(8)]
-    read, unread = recordings[:6], recordings[6:]
-    streams = [caller.task("whisper").stream(each, timeout_s=TIMEOUT_S, **GREEDY) for each in read]
-    jobs = [send(client, "whisper", each, **GREEDY) for each in unread]
-    windows = [0] * len(read)
-    texts = [""] * len(read)
-    for place, stream in enumerate(streams):
-        piece = next(iter(stream))
-        windows[place], texts[place] = len(piece["windows"]), piece["text"]
-    (device,) = worker.devices()
-    device.kill()
-    wait_ended([device])
-    for place, stream in enumerate(streams):
-        for piece in stream:
-            windows[place] += len(piece["windows"])
-            texts[place] += piece["text"]
-    alone = transcribe_here(folder, "whisper", recordings, **GREEDY)
-    assert [stream.result for stream in streams] == alone[:6]
-    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == alone[6:]
-    # No window was told twice, and none is missing.
-    assert texts == [each["text"] for each in alone[:6]]
-    assert set(windows) == {20}
-    wait_for(lambda: leased(redis_url) == 0, "no job is held any more")

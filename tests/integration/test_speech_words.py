@@ -51,9 +51,7 @@ def test_spoken_words_are_recognised(
     recordings = [speak(each) for each in SENTENCES]
     # Long enough for several windows.
     recordings.append(speak(" ".join(SENTENCES * 4)))
-    streams = [
-        listen.stream(each, timeout_s=TIMEOUT_S, beams=1, timestamps="word") for each in recordings
-    ]
+    streams = [listen.stream(each, timeout_s=TIMEOUT_S, timestamps="word") for each in recordings]
     for stream in streams:
         "".join(piece["text"] for piece in stream)
     times, number, river, long = [stream.result for stream in streams]

@@ -192,8 +192,6 @@ class Worker:
                     "PYTHONWARNINGS": "ignore",
                     "CELERY_BROKER_URL": redis_url,
                     "CELERY_RESULT_BACKEND": redis_url,
-                    # Batch jobs are with the broker, wherever a test has that.
-                    "BATCHERY_REDIS_URL": (env or {}).get("CELERY_BROKER_URL", redis_url),
                     **(env or {}),
                 },
             )

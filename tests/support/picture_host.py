@@ -1,5 +1,6 @@
 """A server of pictures, and of what a hostile one may answer instead."""
 
+import gzip
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,10 @@ REDIRECTS = {
     "/redirect-elsewhere": "http://127.0.0.2/x",
     "/redirect-file": "file:///etc/passwd",
 }
+
+
+#: A small file that unpacks to a large one.
+ZIP_BOMB = gzip.compress(bytes(500_000))
 
 
 class PictureHost:
@@ -55,6 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.host.gate.wait()
         if path in ("/picture", "/slow"):
             self._answer(200, self.host.picture)
+        elif path == "/zip-bomb":
+            self._answer(200, ZIP_BOMB, len(ZIP_BOMB), **{"Content-Encoding": "gzip"})
         elif path in REDIRECTS:
             self._answer(302, Location=REDIRECTS[path])
         elif path == "/large":

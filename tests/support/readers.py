@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from batchery_worker.media.reader import Reader
@@ -13,7 +12,7 @@ class OddReader(Reader):
 
     fields: ClassVar[tuple[str, ...]] = ("image", "text")
 
-    def read(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:
+    def read(self, data: bytes | str) -> Any:
         if data == "die":
             os._exit(1)
         if data == "hang":
@@ -22,7 +21,7 @@ class OddReader(Reader):
             raise ArithmeticError("no\nsuch number")
         if data == "closure":
             return lambda: data
-        return {"pid": os.getpid(), "data": data, "keywords": dict(keywords)}
+        return {"pid": os.getpid(), "data": data}
 
 
 class UnopenedReader(OddReader):

@@ -112,7 +112,7 @@ def _save_whisper(folder: Path, *, is_multilingual: bool) -> None:
     token = tokenizer.convert_tokens_to_ids
     end, start = token("<|endoftext|>"), token("<|startoftranscript|>")
     ends = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
-    layers = {"layers": 2, "attention_heads": 2, "ffn_dim": 48}
+    layers = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
     sides = {
         f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in layers.items()
     }
@@ -136,11 +136,11 @@ def _save_whisper(folder: Path, *, is_multilingual: bool) -> None:
         decoder_start_token_id=start,
         no_timestamps_token_id=token("<|notimestamps|>"),
         prev_sot_token_id=token("<|startofprev|>"),
-        alignment_heads=[[0, 1], [1, 0]],
+        alignment_heads=[[0, 0], [0, 1]],
         suppress_tokens=[],
         begin_suppress_tokens=[end],
         max_initial_timestamp_index=50,
-        max_length=40,
+        max_length=20,
         return_timestamps=False,
         **known,
         **ends,

@@ -1,11 +1,11 @@
 """Jobs whose items are read beside the device, before the scheduler knows them.
 
-Only so many items are read ahead; the jobs behind them wait here, and may go to another device.
+Only so many items are read ahead; the jobs behind them wait here.
 Whoever calls this holds the lock of the feed.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from functools import partial
 from math import inf
@@ -27,7 +27,7 @@ class Readers(Protocol):
     def open(cls, app: Celery, tasks: Collection[Any]) -> "Readers":
         """Gets ready to read items of these tasks."""
 
-    def submit(self, task: str, item: Any, keywords: Mapping[str, Any]) -> "Future[Any]":
+    def submit(self, task: str, item: Any) -> "Future[Any]":
         """Takes an item; its result is what the model's `preprocess` gets, or `Failed`."""
 
     def close(self) -> None:
@@ -107,10 +107,9 @@ class JobsBeingRead:
 
     def _read(self, job: Job[TaskCall]) -> None:
         assert self._readers is not None
-        call = job.payload
         self._left[job] = job.items
         self._items[job] = futures = [
-            self._readers.submit(job.key.task, item, call.keywords) for item in call.items
+            self._readers.submit(job.key.task, item) for item in job.payload.items
         ]
         for future in futures:
             future.add_done_callback(lambda _: self._call_soon(partial(self._note_read, job)))
@@ -124,14 +123,6 @@ class JobsBeingRead:
             job.payload.items = [future.result() for future in self._items[job]]
             self.remove([job])
             self._admit(job)
-
-    def list_waiting(self) -> list[Job[TaskCall]]:
-        """The jobs that nobody has begun to read: they could as well wait elsewhere."""
-        return list(self._waiting)
-
-    def oldest_s(self) -> float:
-        """When the oldest of these jobs came; infinity if there is none."""
-        return min((job.arrived_s for job in self._waiting), default=inf)
 
     def late_s(self) -> float:
         """When the next job here misses its deadline; infinity for never."""

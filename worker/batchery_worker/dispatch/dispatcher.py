@@ -289,9 +289,7 @@ class Dispatcher:
         if self._is_over:
             return None
         may_begin = not self._is_blocked and (self.held.free_slots or not self.held.batches)
-        held_s = None if may_begin else self._scheduler.oldest_held_s()
-        oldest_s = min(inf if held_s is None else held_s, self._being_read.oldest_s())
-        return None if oldest_s == inf else oldest_s
+        return None if may_begin else self._scheduler.oldest_held_s()
 
     def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> None:
         """Offers the jobs that came before a time to other devices.
@@ -306,15 +304,9 @@ class Dispatcher:
         kept = is_kept * max((job.limits.max_batch_size for job in held), default=0)
         items = itertools.accumulate(job.items for job in held)
         free = [job for job, so_far in zip(held, items, strict=True) if so_far > kept]
-        old = [
-            job
-            for job in (*free, *self._being_read.list_waiting())
-            if job.arrived_s <= before_s and job.payload.lease is not None
-        ]
+        old = [job for job in free if job.arrived_s <= before_s and job.payload.lease is not None]
         given = give([job.payload for job in old]) if old else ()
-        gone = [job for job in old if job.payload in given]
-        self._scheduler.remove(gone)
-        self._being_read.remove(gone)
+        self._scheduler.remove(job for job in old if job.payload in given)
 
     def _wants_batch(self, now_s: float) -> bool:
         """Whether the device is idle, or will soon need a batch that is not there yet."""

@@ -12,23 +12,12 @@ import stat
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from batchery.addresses import NotPublic, send_checked
 from batchery.errors import InvalidItem
 from batchery.media_settings import MediaSettings
 from batchery.transport.payloads import PREFIX, Payloads
-from batchery_worker.media.items import (
-    Content,
-    FilePath,
-    Payload,
-    StoreUrl,
-    Text,
-    check_size,
-    check_url,
-    show_url,
-    too_large,
-)
+from batchery_worker.media.items import Content, Text, check_size, check_url, show_url, too_large
 
 #: Maximum number of redirects that are followed.
 MAX_REDIRECTS = 5
@@ -52,17 +41,16 @@ def fetch(content: Content, settings: MediaSettings, payloads: Payloads | None) 
         return content
     if isinstance(content, Text):
         return content.text
-    (place,) = content
+    kind, name = content
     try:
-        if isinstance(content, FilePath):
-            data = _read_file(place, settings)
-        elif isinstance(content, Payload):
-            place = PREFIX + place
-            data = _read_payload(content.id, settings, payloads)
-        elif isinstance(content, StoreUrl):
-            data = _read_store(place, settings)
+        if kind == "file":
+            data = _read_file(name, settings)
+        elif kind == "payload":
+            data = _read_payload(name, settings, payloads)
+        elif kind == "store":
+            data = _read_store(name, settings)
         else:
-            data = asyncio.run(_download(place, settings))
+            data = asyncio.run(_download(name, settings))
     except InvalidItem:
         raise
     except TimeoutError:
@@ -70,7 +58,7 @@ def fetch(content: Content, settings: MediaSettings, payloads: Payloads | None) 
     except NotPublic as error:
         raise InvalidItem(f"{error}; see the setting media.hosts") from None
     except Exception as error:  # noqa: BLE001 - each store has errors of its own
-        raise InvalidItem(f"{show_url(place)}: {describe(error)}") from None
+        raise InvalidItem(f"{show_url(name)}: {describe(error)}") from None
     return check_size(data, settings.max_bytes)
 
 
@@ -148,20 +136,16 @@ async def _download(url: str, settings: MediaSettings) -> bytes:
                     continue
                 if answer.status_code != 200:
                     raise InvalidItem(f"{show_url(url)}: answered {answer.status_code}")
-                return await _read_body(answer, settings.max_bytes)
+                if int(answer.headers.get("Content-Length") or 0) > settings.max_bytes:
+                    raise too_large(settings.max_bytes)
+                body = bytearray()
+                # Not decoded: a server may compress although nobody has asked for that.
+                async for part in answer.aiter_raw():
+                    body += part
+                    if len(body) > settings.max_bytes:
+                        break
+                return bytes(body)
     raise InvalidItem(f"{show_url(url)}: has more than {MAX_REDIRECTS} redirects")
-
-
-async def _read_body(answer: Any, max_bytes: int) -> bytes:
-    body = bytearray()
-    if int(answer.headers.get("Content-Length") or 0) > max_bytes:
-        raise too_large(max_bytes)
-    # Not decoded: a server may compress although nobody has asked for that.
-    async for part in answer.aiter_raw():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large(max_bytes)
-    return bytes(body)
 
 
 @cache

@@ -14,7 +14,7 @@ Errors do not name the item's field: whoever knows it puts it in front.
 
 from binascii import a2b_base64
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from batchery.addresses import is_named
@@ -35,32 +35,17 @@ class Text(NamedTuple):
     text: str
 
 
-class FilePath(NamedTuple):
-    """A file of this machine."""
+class Place(NamedTuple):
+    """Where the bytes of an item are."""
 
-    path: str
-
-
-class Payload(NamedTuple):
-    """Bytes that a client has put into Redis, by their id."""
-
-    id: str
-
-
-class WebUrl(NamedTuple):
-    """A URL of `http` or `https`, whose host is allowed."""
-
-    url: str
-
-
-class StoreUrl(NamedTuple):
-    """A URL of a store that fsspec reads, which is allowed."""
-
-    url: str
+    #: A file of this machine; what a client has put into Redis, by its id; or a URL, of http and
+    #: https, or of a store that fsspec reads. URLs are allowed ones.
+    kind: Literal["file", "payload", "web", "store"]
+    name: str
 
 
 #: What an item says: bytes, a text, or where its bytes are.
-Content = bytes | Text | FilePath | Payload | WebUrl | StoreUrl
+Content = bytes | Text | Place
 
 
 def parse_item(item: Any, fields: Sequence[str], settings: MediaSettings) -> Content:
@@ -101,13 +86,13 @@ def _parse_text(item: str, settings: MediaSettings) -> Content:
     if len(item) > MAX_PLACE_CHARS or not item.isprintable():
         raise InvalidItem(f"a path or URL has at most {MAX_PLACE_CHARS} characters, all printable")
     if not item.startswith(PREFIX):
-        return check_url(item, settings.hosts) if "://" in item else FilePath(item)
+        return check_url(item, settings.hosts) if "://" in item else Place("file", item)
     if not is_payload_id(payload := item.removeprefix(PREFIX)):
         raise InvalidItem(f"{item!r:.100} is no reference to bytes in Redis")
-    return Payload(payload)
+    return Place("payload", payload)
 
 
-def check_url(url: str, hosts: Sequence[str]) -> WebUrl | StoreUrl:
+def check_url(url: str, hosts: Sequence[str]) -> Place:
     """Checks that a URL may be fetched; a redirect leads to another one, which is checked, too.
 
     Args:
@@ -131,12 +116,12 @@ def check_url(url: str, hosts: Sequence[str]) -> WebUrl | StoreUrl:
         raise InvalidItem("the URL must not have a user or a password")
     if parts.scheme in ("http", "https"):
         if host and is_named(host, hosts):
-            return WebUrl(url)
+            return Place("web", url)
         raise InvalidItem(f"host {host!r:.100} is not allowed; see the setting media.hosts")
     store = f"{parts.scheme}://{parts.netloc}"
     # Two colons would lead on to another file system.
     if store in hosts and "::" not in url:
-        return StoreUrl(url)
+        return Place("store", url)
     raise InvalidItem(f"{store!r:.100} is not allowed; see the setting media.hosts")
 
 

@@ -1,6 +1,7 @@
 """How a kind of model reads its items, wherever that happens."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 from batchery.errors import InvalidItem
@@ -8,7 +9,7 @@ from batchery.media_settings import MediaSettings
 from batchery.settings import ModelSettings
 from batchery.transport.payloads import Payloads
 from batchery_worker.media.fetching import describe, fetch
-from batchery_worker.media.items import parse_item
+from batchery_worker.media.items import Content, parse_item
 
 
 class ReadItem(NamedTuple):
@@ -49,12 +50,11 @@ class Reader:
             Exception: The model's files do not have it.
         """
 
-    def read(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:
+    def read(self, data: bytes | str) -> Any:
         """Prepares one item; any error that it raises is that of this item alone.
 
         Args:
             data: The bytes of a picture or a recording, or a text.
-            keywords: Of its job, as they were sent: nobody has checked them.
 
         Returns:
             The prepared item, as `tokens` and `forward` of the model take it; picklable, and as
@@ -65,29 +65,39 @@ class Reader:
         """
         raise NotImplementedError(f"{type(self).__name__} has no read method")
 
-    def read_here(self, item: Any, keywords: Mapping[str, Any]) -> Any:
+    def read_here(self, item: Any) -> Any:
         """Fetches and reads an item in this process, on this thread; see `read`.
 
         Raises:
             InvalidItem: It cannot be had, or is not fit to run.
         """
-        return self.read_data(self.fetch(item), keywords)
+        return self.read_data(self.fetch(self.parse(item)))
 
-    def fetch(self, item: Any, payloads: Payloads | None = None) -> bytes | str:
+    def parse(self, item: Any) -> Content:
+        """Finds out what an item is. Raises InvalidItem."""
+        with self._naming_medium():
+            return parse_item(item, self.fields, self.media)
+
+    def fetch(self, content: Content, payloads: Payloads | None = None) -> bytes | str:
         """The bytes of an item, or its text; references to Redis need `payloads`.
 
         Raises:
             InvalidItem: It cannot be had.
         """
+        with self._naming_medium():
+            return fetch(content, self.media, payloads)
+
+    @contextmanager
+    def _naming_medium(self) -> Iterator[None]:
         try:
-            return fetch(parse_item(item, self.fields, self.media), self.media, payloads)
+            yield
         except InvalidItem as error:
             raise InvalidItem(f"{self.medium}: {error}") from None
 
-    def read_data(self, data: bytes | str, keywords: Mapping[str, Any]) -> Any:
+    def read_data(self, data: bytes | str) -> Any:
         """As `read`; whatever a decoder raises becomes an `InvalidItem`."""
         try:
-            return self.read(data, keywords)
+            return self.read(data)
         except InvalidItem:
             raise
         except Exception as error:  # noqa: BLE001 - the code of any decoder, for any bytes

@@ -28,7 +28,6 @@ class Asked(NamedTuple):
     #: Of its model.
     task: str
     data: bytes | str
-    keywords: Mapping[str, Any]
     #: How long it may take, in seconds; then the process ends.
     limit_s: float
 
@@ -89,7 +88,7 @@ def _read(reader: Reader, problem: str, asked: Asked) -> tuple[Any, str]:
     if problem:
         return None, f"{reader.medium}: the model's files say not how to read it: {problem}"
     try:
-        return reader.read_data(asked.data, asked.keywords), ""
+        return reader.read_data(asked.data), ""
     except InvalidItem as error:
         return None, str(error)
 

@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import monotonic
 from typing import Any
 
@@ -23,17 +23,20 @@ from kombu.utils.imports import symbol_by_name
 from batchery.errors import InvalidItem
 from batchery.fork_gate import fork_gate
 from batchery.installation import get_installation
+from batchery.media_settings import MediaSettings
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.transport.payloads import Payloads
 from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.media.fetching import describe
+from batchery_worker.media.items import Text
 from batchery_worker.media.reader import Reader, ReadItem
 from batchery_worker.media.reader_process import Asked
 
-#: Maximum number of items of a device that are fetched or read at a time; most wait for a host.
-MAX_AT_ONCE = 128
+#: Maximum number of items of a device that are read at a time, and bytes of those among them that
+#: are fetched, if each has as many as it may: most wait for a host.
+MAX_AT_ONCE, MAX_FETCHED_BYTES = 128, 1 << 30
 
 #: How often an item is read whose reader dies: it may have died of something else.
 ATTEMPTS = 2
@@ -50,25 +53,25 @@ class Readers:
     """Fetches and reads items for one device; for any thread."""
 
     def __init__(
-        self,
-        readers: Mapping[str, Reader],
-        payloads: Payloads | None,
-        processes: int,
+        self, readers: Mapping[str, Reader], payloads: Payloads | None, media: MediaSettings
     ) -> None:
         """Starts the first process, and no thread.
 
         Args:
             readers: That of each model, by its task.
             payloads: Where clients have put bytes.
-            processes: How many items are decoded at a time.
+            media: Their settings.
         """
         self._readers = readers
         self._payloads = payloads
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="batchery-reading")
+        #: Whoever has one fetches an item, or waits with its bytes for a process.
+        self._permits = threading.Semaphore(max(1, MAX_FETCHED_BYTES // media.max_bytes))
         self._source = ReaderSource(readers)
         #: Pipes to readers that read nothing now; None for one that has to be started.
         self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
-        for _ in range(processes):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
+        for _ in range(media.readers or min(4, max(2, cores))):
             self._free.put(None)
 
     @classmethod
@@ -78,16 +81,15 @@ class Readers:
         # It logs each URL with its query, which may be as good as a key.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         readers = {task.name: make_reader(task, media) for task in tasks}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
-        return cls(readers, Payloads.open(app), media.readers or min(4, max(2, cores)))
+        return cls(readers, Payloads.open(app), media)
 
-    def submit(self, task: str, item: Any, keywords: Mapping[str, Any]) -> "Future[Any]":
+    def submit(self, task: str, item: Any) -> "Future[Any]":
         """Takes an item of a task.
 
         Returns:
             What its batch gets in the place of the item: a `ReadItem`, or `Failed`.
         """
-        return self._threads.submit(self._read, self._readers[task], task, item, keywords)
+        return self._threads.submit(self._read, self._readers[task], task, item)
 
     def close(self) -> None:
         """Ends the processes; what is being fetched goes nowhere."""
@@ -98,13 +100,16 @@ class Readers:
                 if (end := self._free.get_nowait()) is not None:
                     end.close()
 
-    def _read(self, reader: Reader, task: str, item: Any, keywords: Mapping[str, Any]) -> Any:
-        began_s, media = monotonic(), reader.media
+    def _read(self, reader: Reader, task: str, item: Any) -> Any:
         try:
-            data = reader.fetch(item, self._payloads)
-            # Small enough, it would be no limit but for those who came too late.
-            left_s = max(0.1, media.timeout_s - (monotonic() - began_s))
-            return ReadItem(self._decode(Asked(task, data, keywords, left_s), reader))
+            content = reader.parse(item)
+            # What came with its message is here already.
+            with nullcontext() if isinstance(content, bytes | Text) else self._permits:
+                began_s, limit_s = monotonic(), reader.media.timeout_s
+                data = reader.fetch(content, self._payloads)
+                # Small enough, it would be no limit but for those who came too late.
+                left_s = max(0.1, limit_s - (monotonic() - began_s))
+                return ReadItem(self._decode(Asked(task, data, left_s), reader))
         except InvalidItem as error:
             # Without its frames, which hold the bytes.
             return Failed(InvalidItem(str(error)))
@@ -145,7 +150,7 @@ class Readers:
             self._free.put(end)
 
 
-def make_reader(task: ModelTask, media: Any) -> Reader:
+def make_reader(task: ModelTask, media: MediaSettings) -> Reader:
     """The reader of a model of the settings."""
     model: Any = symbol_by_name(task.model) if isinstance(task.model, str) else task.model
     made: Reader = model.Reader(task.model_settings, media)

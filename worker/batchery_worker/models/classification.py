@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from batchery_worker.models.inputs import ClassificationKeywords, RerankKeywords, check_fields
+from batchery_worker.models.inputs import RerankKeywords, TextClassificationKeywords, check_fields
 from batchery_worker.models.labels import Labels, name_scores
 from batchery_worker.models.sentence_model import SentenceModel
 from batchery_worker.models.text_model import Outputs, TextModel
@@ -24,13 +24,13 @@ class ClassificationModel(TextModel):
     """Labels texts and pairs of texts, with any sequence classification model of transformers.
 
     An item is a text, a list of token ids, or `{"text": ..., "text_pair": ...}`, of which the
-    longer text is cut if they are too long. Keywords of a job: see `ClassificationKeywords`. A
+    longer text is cut if they are too long. Keywords of a job: see `TextClassificationKeywords`. A
     result has the shape of `batchery.Classification`; for its scores see `Labels`.
     """
 
     auto_class = AutoModelForSequenceClassification
 
-    keywords = ClassificationKeywords
+    keywords = TextClassificationKeywords
 
     reading = "logits"
 

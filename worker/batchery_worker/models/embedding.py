@@ -24,7 +24,7 @@ class EmbeddingModel(EmbeddingItems, SentenceModel):
     """Turns texts into vectors.
 
     An item is a text, or a list of token ids. Keywords of a job: `prompt` (the name of a prompt),
-    `normalize`, `dimensions` and `encoding` (`float` or `base64`); see `EmbeddingKeywords`. A
+    `normalize`, `dimensions` and `encoding` (`float` or `base64`); see `TextEmbeddingKeywords`. A
     result has the shape of `batchery.Embedding`.
     """
 

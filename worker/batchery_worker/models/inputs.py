@@ -118,8 +118,8 @@ class PromptKeywords(TextKeywords):
     prompt: str | None = None
 
 
-class MultiVectorKeywords(PromptKeywords):
-    """Keywords of a job for a vector per token.
+class VectorKeywords(Keywords):
+    """Keywords of a job for vectors.
 
     Attributes:
         normalize: Scale each vector to length 1; None for the setting of that name.
@@ -131,8 +131,8 @@ class MultiVectorKeywords(PromptKeywords):
     encoding: Literal["float", "base64"] = "float"
 
 
-class EmbeddingKeywords(MultiVectorKeywords):
-    """Keywords of an embedding job.
+class EmbeddingKeywords(VectorKeywords):
+    """Keywords of a job for one vector.
 
     Attributes:
         dimensions: Keep only this many leading dimensions, at least 1; None for the setting of that
@@ -140,6 +140,21 @@ class EmbeddingKeywords(MultiVectorKeywords):
     """
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    def check(self, dimensions: int) -> None:
+        """Compares the keyword with D of the model's vectors. Raises InvalidItem."""
+        if (self.dimensions or 1) > dimensions:
+            raise InvalidItem(
+                f"keyword dimensions = {self.dimensions}: the model's vectors have {dimensions}"
+            )
+
+
+class MultiVectorKeywords(PromptKeywords, VectorKeywords):
+    """Keywords of a job for a vector per token of a text."""
+
+
+class TextEmbeddingKeywords(PromptKeywords, EmbeddingKeywords):
+    """Keywords of a job for the vector of a text."""
 
 
 class SparseEmbeddingKeywords(PromptKeywords):
@@ -152,46 +167,27 @@ class SparseEmbeddingKeywords(PromptKeywords):
     top_k: Annotated[int, Field(ge=1)] | None = None
 
 
-class ClassificationKeywords(TextKeywords):
+class ClassificationKeywords(Keywords):
     """Keywords of a classification job.
+
+    Attributes:
+        top_k: Also tell the scores of this many labels, at least 1, likeliest first.
+        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
+    """
+
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    raw_scores: bool = False
+
+
+class TextClassificationKeywords(TextKeywords, ClassificationKeywords):
+    """Keywords of a job that labels a text.
 
     Attributes:
         max_length: Tokens that are read of each text, if that is fewer than the model may read: at
             least 8, so that some are left between special ones.
-        top_k: Also tell the scores of this many labels, at least 1, likeliest first.
-        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
     """
 
     max_length: Annotated[int, Field(ge=8)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    raw_scores: bool = False
-
-
-class ImageEmbeddingKeywords(Keywords):
-    """Keywords of a job for the vector of a picture, or of a text beside pictures.
-
-    Attributes:
-        normalize: Scale each vector to length 1; None for the setting of that name.
-        dimensions: Keep only this many leading dimensions, at least 1; None for the setting of that
-            name.
-        encoding: `float` for a list of numbers, `base64` for their bytes as little-endian float32.
-    """
-
-    normalize: bool | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    encoding: Literal["float", "base64"] = "float"
-
-
-class ImageClassificationKeywords(Keywords):
-    """Keywords of a job that labels a picture.
-
-    Attributes:
-        top_k: Also tell the scores of this many labels, at least 1, likeliest first.
-        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
-    """
-
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    raw_scores: bool = False
 
 
 class ZeroShotKeywords(Keywords):
@@ -281,8 +277,6 @@ class TranscriptionKeywords(Keywords):
         prompt: A text that the recording might follow: how names are written, and in which style.
         timestamps: `segment`, `word` for those of words as well, or `none`, which is a little
             faster. None for segments, if the model knows times.
-        beams: How many ways to write a window are followed at a time, 1 to 8; None for the model's
-            own number, which is 5 if it has none, as in transformers' pipeline.
         temperature: From 0, where the likeliest tokens are taken, to 1, where they are drawn.
     """
 
@@ -290,7 +284,6 @@ class TranscriptionKeywords(Keywords):
     task: Literal["transcribe", "translate"] = "transcribe"
     prompt: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
     timestamps: Literal["segment", "word", "none"] | None = None
-    beams: Annotated[int, Field(ge=1, le=8)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 

@@ -1,9 +1,11 @@
 """What models of pictures and of sound share: their items, and how they are loaded."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
@@ -16,54 +18,98 @@ from batchery.settings import ModelSettings
 from batchery_worker.media.reader import Reader, ReadItem
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice, PendingCopy
-from batchery_worker.models.inputs import Keywords, read_each, read_keywords
-from batchery_worker.models.source import ModelSource, check_weights, loading
+from batchery_worker.models.inputs import Keywords, check_text, read_each, read_keywords
+from batchery_worker.models.source import (
+    ModelSource,
+    check_weights,
+    load_tokenizer,
+    loading,
+    reason,
+)
 
 
-class TokenizedText(NamedTuple):
-    """A text as it goes through a model, not filled up."""
+class Prepared(NamedTuple):
+    """A picture, a sound or a text as it goes through a model."""
 
-    #: Inputs of the model: numbers of the text's tokens, and others of that length.
-    inputs: Mapping[str, list[int]]
-    #: Whether its end was cut off.
-    truncated: bool
+    #: Inputs of the model, without their batch dimension; those of a text are not filled up.
+    inputs: Mapping[str, Any]
+    is_text: bool = False
+    #: Whether the end of a text was cut off.
+    truncated: bool = False
+    #: Height and width of a picture before it was scaled, in pixels.
+    size: tuple[int, int] = (0, 0)
 
 
-def tokenize(
-    tokenizer: Any, text: str, settings: ModelSettings, options: Mapping[str, Any]
-) -> TokenizedText:
-    """Tokenizes a text for a model that knows texts, too.
+class ModelReader(Reader):
+    """Reads items by what the files of a model say."""
 
-    Args:
-        tokenizer: Of transformers.
-        text: Not empty.
-        settings: Of the model; `overflow` says what becomes of a text that is too long.
-        options: Of the tokenizer, `max_length` among them.
+    #: The `Auto...` class of transformers that loads what prepares the kind's own medium.
+    processor_class: ClassVar[Any]
 
-    Raises:
-        InvalidItem: It is too long, and the settings refuse such texts.
-    """
-    found = tokenizer(text, **options)
-    truncated = any(each.overflowing for each in found.encodings or ())
-    if truncated and settings.overflow == "refuse":
-        raise InvalidItem(f"text: has more than {options['max_length']} tokens")
-    return TokenizedText({name: [*numbers] for name, numbers in found.items()}, truncated)
+    def open(self) -> None:
+        """Loads the processor.
+
+        Raises:
+            ModelLoadError: The model's files have none.
+        """
+        with loading(self.settings.model):
+            source = ModelSource(self.settings)
+            self.config: Any = AutoConfig.from_pretrained(source.name, **source.options)
+            try:
+                self.processor = self.processor_class.from_pretrained(source.name, **source.options)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                why = f"has no {self.medium} processor, so it is none of this kind: {reason(error)}"
+                raise ValueError(why) from error
+
+
+class TextReader(ModelReader):
+    """Reads texts, too, for models that have them in the same space; stands before its medium's."""
+
+    def open(self) -> None:
+        """Loads the processor, and the tokenizer of a model that takes texts."""
+        super().open()
+        self.tokenizer: Any = None
+        if not hasattr(self.config, "text_config"):
+            return
+        self.tokenizer = load_tokenizer(ModelSource(self.settings))
+        longest = self.config.text_config.max_position_embeddings
+        longest = min(longest, self.tokenizer.model_max_length)
+        #: Maximum length of a text, in tokens.
+        self._max_length = min(longest, self.settings.max_length or longest)
+        # SigLIP was trained with texts that are filled up, and so does transformers' pipeline.
+        self._padding = "max_length" if "siglip" in self.config.model_type else False
+
+    def read(self, data: bytes | str) -> Any:
+        """Reads one item; see `Reader.read`."""
+        if isinstance(data, bytes):
+            return super().read(data)
+        if self.tokenizer is None:
+            raise InvalidItem(f"text: this model takes the field {self.medium} alone")
+        return self.tokenize(check_text("text", data, self.settings.max_chars))
+
+    def tokenize(self, text: str) -> Prepared:
+        """Tokenizes a text as transformers' pipeline does.
+
+        Raises:
+            InvalidItem: It is too long, and the settings refuse such texts.
+        """
+        found = self.tokenizer(
+            text, truncation=True, max_length=self._max_length, padding=self._padding
+        )
+        truncated = any(each.overflowing for each in found.encodings or ())
+        if truncated and self.settings.overflow == "refuse":
+            raise InvalidItem(f"text: has more than {self._max_length} tokens")
+        return Prepared(dict(found), is_text=True, truncated=truncated)
 
 
 class Part(NamedTuple):
-    """What a pass makes of the items of a micro-batch that are of one size."""
+    """What a pass makes of the items of a micro-batch that are of one shape."""
 
+    items: Sequence[Prepared]
     #: Their places in the micro-batch.
     places: Sequence[int]
-    #: Values on their way to the CPU, one row per item each, float32.
-    pending: Sequence[PendingCopy]
-
-
-class Outputs(NamedTuple):
-    """What the passes over a micro-batch give."""
-
-    batch: Sequence[Any]
-    parts: Sequence[Part]
+    #: Values on their way to the CPU, one row per item, float32.
+    pending: PendingCopy
 
 
 class MediaItems(Model):
@@ -73,10 +119,13 @@ class MediaItems(Model):
     """
 
     #: Reads its items, wherever that happens.
-    Reader: ClassVar[type[Reader]]
+    Reader: ClassVar[type[ModelReader]]
 
     #: The keywords that a job of it may have.
     keywords: ClassVar[type[Keywords]]
+
+    #: The part without which it has learned nothing, and what it has learned with it.
+    trained_part: ClassVar[tuple[str, str]] = ("encoder", "embeddings")
 
     def __init__(self, settings: ModelSettings, media: MediaSettings | None = None) -> None:
         """Loads nothing yet.
@@ -87,7 +136,41 @@ class MediaItems(Model):
                 alone.
         """
         self.settings = settings
-        self.reader = self.Reader(settings, media or MediaSettings())
+        self.reader: Any = self.Reader(settings, media or MediaSettings())
+
+    def _open(self, device: str) -> None:
+        """Loads what reads its items, and the weights.
+
+        Raises:
+            ValueError: It is none of this kind, or lacks weights.
+        """
+        self._device = device_named(device)
+        if self._device.type == "cuda":
+            settle_cuda()
+        self._source = source = ModelSource(self.settings)
+        config = AutoConfig.from_pretrained(source.name, **source.options)
+        auto_class = self._choose_class(config)
+        self.reader.open()
+        dtype = dtype_for(self.settings.dtype, self._device)
+        self.model, missing = source.load(auto_class, config=config, dtype=dtype)
+        self._check_missing(missing)
+        self.model.to(self._device).eval()
+
+    def _choose_class(self, config: Any) -> Any:
+        """The `Auto...` class of transformers that loads it.
+
+        Raises:
+            ValueError: A model with such a config is none of this kind.
+        """
+        raise NotImplementedError
+
+    def _check_missing(self, missing: Sequence[str]) -> None:
+        """Refuses a model whose files lack weights. Raises ValueError."""
+        check_weights(missing, *self.trained_part)
+
+    def version(self) -> str:
+        """Changes with the model's files and options."""
+        return self._source.version()
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
         """Reads and checks the keywords of a batch. Raises InvalidItem."""
@@ -108,7 +191,7 @@ class MediaItems(Model):
         def read(item: Any) -> Any:
             if isinstance(item, ReadItem):
                 return item.value
-            return item if isinstance(item, Failed) else self.reader.read_here(item, keywords)
+            return item if isinstance(item, Failed) else self.reader.read_here(item)
 
         return read_each(items, read)
 
@@ -118,9 +201,6 @@ class MediaModel(MediaItems):
 
     #: The `Auto...` class of transformers that loads it.
     auto_class: ClassVar[Any]
-
-    #: The part without which it has learned nothing, and what it has learned with it.
-    trained_part: ClassVar[tuple[str, str]] = ("encoder", "embeddings")
 
     # Passes have items of one shape, so nothing is filled up.
     pads = False
@@ -135,6 +215,9 @@ class MediaModel(MediaItems):
     #: Keywords of the passes that check, warm up or measure the model.
     sample_keywords: ClassVar[Mapping[str, Any]] = {}
 
+    #: What computes vectors of its medium, in models that have one for texts, too.
+    _tower = "forward"
+
     def load(self, device: str) -> None:
         """Loads what reads its items, and the weights, and runs one item as a check.
 
@@ -143,36 +226,20 @@ class MediaModel(MediaItems):
                 not enough memory, or an impossible setting; one line says which.
         """
         with loading(self.settings.model):
-            self._device = device_named(device)
-            if self._device.type == "cuda":
-                settle_cuda()
-                self.passes_ahead = 1
+            self._open(device)
+            self.passes_ahead = int(self._device.type == "cuda")
             self._to_device = HostToDevice(self._device)
             self._to_host = DeviceToHost(self._device)
-            self._source = source = ModelSource(self.settings)
-            config = AutoConfig.from_pretrained(source.name, **source.options)
-            self._check_config(config)
-            self.reader.open()
-            dtype = dtype_for(self.settings.dtype, self._device)
-            self.model, missing = source.load(self.auto_class, config=config, dtype=dtype)
-            self._check_missing(missing)
-            self.model.to(self._device).eval()
+            tower = getattr(self.model, self._tower, self.model.forward)
+            self._parameters = inspect.signature(tower).parameters
             self._finish_load()
             self._check()
 
-    def _check_config(self, config: Any) -> None:
-        """Refuses a model that is none of this kind.
-
-        Raises:
-            ValueError: It is none.
-        """
+    def _choose_class(self, config: Any) -> Any:
         if type(config) not in self.auto_class._model_mapping:
             kind = self.settings.kind
             raise ValueError(f"a {config.model_type} model is none of the kind {kind}")
-
-    def _check_missing(self, missing: Sequence[str]) -> None:
-        """Refuses a model whose files lack weights. Raises ValueError."""
-        check_weights(missing, *self.trained_part)
+        return self.auto_class
 
     def _finish_load(self) -> None:
         """Reads what else the kind needs. Raises ValueError."""
@@ -184,10 +251,6 @@ class MediaModel(MediaItems):
     def warm_up(self) -> Sequence[Any]:
         """A few items alike."""
         return [self.sample()] * 4
-
-    def version(self) -> str:
-        """Changes with the model's files and options."""
-        return self._source.version()
 
     def _check(self) -> None:
         """Runs an item, so that a model that is none of the kind is found out at once.
@@ -203,6 +266,48 @@ class MediaModel(MediaItems):
         if isinstance(result, Failed):
             raise result.exception
 
+    def tokens(self, prepared: Prepared) -> int:
+        """The patches of a picture, the frames of a sound, or the tokens of a text."""
+        return len(prepared.inputs["input_ids"]) if prepared.is_text else self._count(prepared)
+
+    def _count(self, prepared: Prepared) -> int:
+        """The tokens of a picture or a sound."""
+        raise NotImplementedError
+
+    def head(self, prepared: Prepared) -> dict[str, Any]:
+        """The fields that every result has, of one item."""
+        head: dict[str, Any] = {"tokens": self.tokens(prepared)}
+        return {**head, "truncated": True} if prepared.truncated else head
+
+    def _shape(self, prepared: Prepared) -> Any:
+        """What items have in common that may share a pass."""
+        if prepared.is_text:
+            return "text"
+        return tuple((name, each.shape) for name, each in prepared.inputs.items())
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> list[Part]:
+        """Starts the passes over a micro-batch, and the copy of what they make to the CPU."""
+        options = self._read_keywords(keywords)
+        groups = defaultdict[Any, list[int]](list)
+        for place, prepared in enumerate(batch):
+            groups[self._shape(prepared)].append(place)
+        parts = []
+        for places in groups.values():
+            items = [batch[place] for place in places]
+            values = self._compute(items, options).float()
+            parts.append(Part(items, places, self._to_host.start(values)))
+        return parts
+
+    def _compute(self, items: Sequence[Prepared], options: Any) -> Tensor:
+        """Runs a pass over items of one shape; returns one row per item."""
+        raise NotImplementedError
+
+    def _stack(self, items: Sequence[Prepared]) -> dict[str, Tensor]:
+        """Inputs of a pass over pictures or sounds of one shape, on the device."""
+        names = [name for name in items[0].inputs if name in self._parameters]
+        return self._send({name: np.stack([each.inputs[name] for each in items]) for name in names})
+
     def _send(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Inputs of a pass on the device, numbers with a point in the model's format."""
         sent = {name: self._to_device.send(numbers) for name, numbers in inputs.items()}
@@ -212,77 +317,21 @@ class MediaModel(MediaItems):
             for name, each in sent.items()
         }
 
-    @torch.inference_mode()
-    def forward(self, batch: Sequence[Any], **keywords: Any) -> Any:
-        """Starts the passes over a micro-batch, and the copy of what they make to the CPU."""
-        return self._start(batch, self._read_keywords(keywords))
-
-    def head(self, prepared: Any) -> dict[str, Any]:
-        """The fields that every result has, of one item."""
-        head: dict[str, Any] = {"tokens": self.tokens(prepared)}
-        if isinstance(prepared, TokenizedText) and prepared.truncated:
-            head["truncated"] = True
-        return head
-
-    def _shape(self, prepared: Any) -> Any:
-        """What items have in common that may share a pass."""
-        if isinstance(prepared, TokenizedText):
-            return None
-        return tuple((name, each.shape) for name, each in prepared.inputs.items())
-
-    def _start(self, batch: Sequence[Any], options: Any) -> Outputs:
-        groups = defaultdict[Any, list[int]](list)
-        for place, prepared in enumerate(batch):
-            groups[self._shape(prepared)].append(place)
-        parts = []
-        for places in groups.values():
-            values = self._compute([batch[place] for place in places], options)
-            parts.append(Part(places, [self._to_host.start(each.float()) for each in values]))
-        return Outputs(batch, parts)
-
-    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:
-        """Runs a pass over items of one size.
-
-        Returns:
-            What is read of its output, one row per item each.
-        """
-        raise NotImplementedError
-
-    def _stack(self, items: Sequence[Any]) -> dict[str, Tensor]:
-        """Inputs of a pass over pictures or sounds of one shape, on the device."""
-        raise NotImplementedError
-
-    def _embed(self, items: Sequence[Any]) -> Tensor:
-        """Runs a pass over items of one shape; returns vectors, (B, D)."""
-        raise NotImplementedError
-
-    def _embed_texts(self, texts: Sequence[TokenizedText]) -> Tensor:
-        reader: Any = self.reader
-        filled = reader.tokenizer.pad(
-            {name: [each.inputs[name] for each in texts] for name in texts[0].inputs},
-            return_tensors="np",
-        )
-        vectors: Tensor = self.model.get_text_features(**self._send(filled)).pooler_output
-        return vectors
-
-    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[Any]:
+    def postprocess(self, outputs: Sequence[Part], **keywords: Any) -> list[Any]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
         options = self._read_keywords(keywords)
-        results: list[Any] = [None] * len(outputs.batch)
-        for places, pending in outputs.parts:
-            values = [each.wait() for each in pending]
-            items = [outputs.batch[place] for place in places]
+        results: list[Any] = [None] * sum(len(part.places) for part in outputs)
+        for items, places, pending in outputs:
+            values = pending.wait()
             # JSON has no NaN, and no caller can use one.
-            finite = [each.isfinite().flatten(1).all(dim=1).tolist() for each in values]
+            finite = values.isfinite().flatten(1).all(dim=1).tolist()
             made = self._results(items, values, options)
-            for place, result, *good in zip(places, made, *finite, strict=True):
+            for place, result, is_finite in zip(places, made, finite, strict=True):
                 bad = Failed(f"the model's output is not finite in {self.model.dtype}")
-                results[place] = result if all(good) else bad
+                results[place] = result if is_finite else bad
         return results
 
-    def _results(
-        self, items: Sequence[Any], values: Sequence[Tensor], options: Any
-    ) -> Sequence[Any]:
+    def _results(self, items: Sequence[Prepared], values: Tensor, options: Any) -> Sequence[Any]:
         """Makes one result per item, each of which begins with its head.
 
         Args:

@@ -13,8 +13,8 @@ from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.inputs import (
-    EmbeddingKeywords,
     PromptKeywords,
+    TextEmbeddingKeywords,
     TextKeywords,
     check_text,
     check_token_ids,
@@ -159,7 +159,7 @@ class ItemsSetup(NamedTuple):
 class EmbeddingItems(PromptedItems):
     """Items of embeddings, and their results."""
 
-    keywords = EmbeddingKeywords
+    keywords = TextEmbeddingKeywords
 
     #: D of the model's vectors.
     dimensions: int
@@ -199,13 +199,10 @@ class EmbeddingItems(PromptedItems):
             dimensions=self.dimensions,
         )
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
-        options: EmbeddingKeywords = super()._read_keywords(keywords)
-        if options.dimensions is not None and options.dimensions > self.dimensions:
-            raise InvalidItem(
-                f"keyword dimensions = {options.dimensions}: the model's vectors have"
-                f" {self.dimensions}"
-            )
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> TextEmbeddingKeywords:
+        options: TextEmbeddingKeywords = super()._read_keywords(keywords)
+        if options.dimensions is not None:
+            options.check(self.dimensions)
         return options
 
     def write(

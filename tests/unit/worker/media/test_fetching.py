@@ -10,8 +10,8 @@ import pytest
 from batchery import InvalidItem
 from batchery.media_settings import MediaSettings
 from batchery_worker.media.fetching import fetch
-from batchery_worker.media.items import Content, FilePath, StoreUrl, WebUrl
-from support.picture_host import PictureHost
+from batchery_worker.media.items import Content, Place
+from support.picture_host import ZIP_BOMB, PictureHost
 
 PICTURE = b"x" * 500
 
@@ -28,7 +28,7 @@ def get(content: Content, **media: Any) -> bytes | str:
 
 
 def test_redirects_are_followed_to_hosts_that_are_allowed(host: PictureHost) -> None:
-    assert get(WebUrl(host.url("/redirect"))) == PICTURE
+    assert get(Place("web", host.url("/redirect"))) == PICTURE
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,21 @@ def test_redirects_are_followed_to_hosts_that_are_allowed(host: PictureHost) -> 
 )
 def test_other_answers_are_refused(host: PictureHost, path: str, problem: str) -> None:
     with pytest.raises(InvalidItem, match=problem):
-        get(WebUrl(host.url(path)))
+        get(Place("web", host.url(path)))
+
+
+def test_what_a_host_has_packed_is_not_unpacked(host: PictureHost) -> None:
+    assert get(Place("web", host.url("/zip-bomb"))) == ZIP_BOMB
 
 
 def test_a_host_that_is_slow_is_left_in_time(host: PictureHost) -> None:
     with pytest.raises(InvalidItem, match=r"took more than media\.timeout_s = 0\.2"):
-        get(WebUrl(host.url("/slow?key=secret")), timeout_s=0.2)
+        get(Place("web", host.url("/slow?key=secret")), timeout_s=0.2)
 
 
 def test_errors_do_not_repeat_what_may_be_a_key(host: PictureHost) -> None:
     with pytest.raises(InvalidItem) as error:
-        get(WebUrl(host.url("/missing?key=secret")))
+        get(Place("web", host.url("/missing?key=secret")))
     assert "secret" not in str(error.value)
 
 
@@ -73,15 +77,22 @@ def test_a_name_is_looked_up_once(host: PictureHost, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", change)
     hosts = ["images.example.com", "127.0.0.1"]
     url = host.url("/picture", host="images.example.com")
-    assert get(WebUrl(url), hosts=hosts) == PICTURE
+    assert get(Place("web", url), hosts=hosts) == PICTURE
     assert len(asked) == 1
     # The second time it leads to an address that nobody has named.
     with pytest.raises(InvalidItem, match=r"127\.0\.0\.9, which are not public"):
-        get(WebUrl(url), hosts=hosts)
+        get(Place("web", url), hosts=hosts)
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "fd00::1", "0.0.0.0"]
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.1", "169.254.169.254", "0.0.0.0"),
+        *("::", "::1", "fd00::1", "fe80::1%1", "fec0::1", "ff02::1"),
+        # With one of IPv4 in them.
+        *("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b:1::127.0.0.1"),
+        *("2002:7f00:1::", "2001:0:7f00:1::"),
+    ],
 )
 def test_a_name_that_leads_to_a_private_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: str
@@ -90,7 +101,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused(
     found = [(family, socket.SOCK_STREAM, 0, "", (address, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(InvalidItem, match="which are not public"):
-        get(WebUrl("http://images.example.com/a"), hosts=["images.example.com"])
+        get(Place("web", "http://images.example.com/a"), hosts=["images.example.com"])
 
 
 @pytest.fixture
@@ -111,7 +122,7 @@ def photos(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", ["a.png", "{}/a.png", "inside.png", "./a.png", "../photos/a.png"])
 def test_files_below_a_root(photos: Path, path: str) -> None:
     roots = ["/nonexistent", str(photos)]
-    assert get(FilePath(path.format(photos)), roots=roots) == PICTURE
+    assert get(Place("file", path.format(photos)), roots=roots) == PICTURE
 
 
 @pytest.mark.parametrize(
@@ -131,12 +142,12 @@ def test_files_below_a_root(photos: Path, path: str) -> None:
 )
 def test_other_files_are_refused(photos: Path, path: str, problem: str) -> None:
     with pytest.raises(InvalidItem, match=problem):
-        get(FilePath(path.format(photos)), roots=[str(photos)])
+        get(Place("file", path.format(photos)), roots=[str(photos)])
 
 
 def test_without_roots_there_are_no_files(photos: Path) -> None:
     with pytest.raises(InvalidItem, match=r"see the setting media\.roots"):
-        get(FilePath(str(photos / "a.png")))
+        get(Place("file", str(photos / "a.png")))
 
 
 def test_stores_are_read_by_fsspec(photos: Path) -> None:
@@ -144,6 +155,6 @@ def test_stores_are_read_by_fsspec(photos: Path) -> None:
 
     with fsspec.open("memory://bucket/a.png", "wb") as file:
         file.write(PICTURE)
-    assert get(StoreUrl("memory://bucket/a.png")) == PICTURE
+    assert get(Place("store", "memory://bucket/a.png")) == PICTURE
     with pytest.raises(InvalidItem, match=r"b\.png"):
-        get(StoreUrl("memory://bucket/b.png"))
+        get(Place("store", "memory://bucket/b.png"))

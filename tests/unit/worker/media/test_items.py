@@ -8,11 +8,8 @@ from batchery import InvalidItem
 from batchery.media_settings import MediaSettings
 from batchery_worker.media.items import (
     Content,
-    FilePath,
-    Payload,
-    StoreUrl,
+    Place,
     Text,
-    WebUrl,
     parse_item,
 )
 
@@ -33,14 +30,14 @@ BOTH = ("image", "text")
         ("data:image/png;base64,YWJj", b"abc"),
         ("DATA:;base64,YWJj", b"abc"),
         ({"text": "a cat"}, Text("a cat")),
-        ("a/b.png", FilePath("a/b.png")),
-        ({"image": "/a/b.png"}, FilePath("/a/b.png")),
-        ("batchery:aZ-9_", Payload("aZ-9_")),
-        ("https://images.example.com/a?b=c", WebUrl("https://images.example.com/a?b=c")),
-        ("http://IMAGES.example.com:81/a", WebUrl("http://IMAGES.example.com:81/a")),
-        ("http://10.1.2.3/a", WebUrl("http://10.1.2.3/a")),
-        ("http://[fd00::1]/a", WebUrl("http://[fd00::1]/a")),
-        ("s3://photos/a/b.png", StoreUrl("s3://photos/a/b.png")),
+        ("a/b.png", Place("file", "a/b.png")),
+        ({"image": "/a/b.png"}, Place("file", "/a/b.png")),
+        ("batchery:aZ-9_", Place("payload", "aZ-9_")),
+        ("https://images.example.com/a?b=c", Place("web", "https://images.example.com/a?b=c")),
+        ("http://IMAGES.example.com:81/a", Place("web", "http://IMAGES.example.com:81/a")),
+        ("http://10.1.2.3/a", Place("web", "http://10.1.2.3/a")),
+        ("http://[fd00::1]/a", Place("web", "http://[fd00::1]/a")),
+        ("s3://photos/a/b.png", Place("store", "s3://photos/a/b.png")),
     ],
 )
 def test_items(item: Any, content: Content) -> None:
@@ -106,6 +103,10 @@ def test_what_is_no_item_is_refused_on_one_line(item: Any) -> None:
         "http://127.1/a",
         "http://localhost/a",
         "http://[::1]/a",
+        "http://[::]/a",
+        "http://[0:0:0:0:0:0:0:1]/a",
+        "http://[::127.0.0.1]/a",
+        "http://[64:ff9b::127.0.0.1]/a",
         "http://[::ffff:10.2.0.1]/a",
         "http://[fe80::1%25eth0]/a",
         "http://[images.example.com]/a",
@@ -138,4 +139,4 @@ def test_by_default_nothing_is_fetched() -> None:
 
 def test_an_ipv4_address_in_an_ipv6_one_counts_as_what_it_is() -> None:
     url = "http://[::ffff:10.1.2.3]/a"
-    assert parse_item(url, BOTH, SETTINGS) == WebUrl(url)
+    assert parse_item(url, BOTH, SETTINGS) == Place("web", url)

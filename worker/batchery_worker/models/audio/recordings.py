@@ -2,23 +2,20 @@
 
 import io
 import wave
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoFeatureExtractor
+from transformers import AutoFeatureExtractor
 from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
 from batchery.errors import InvalidItem
-from batchery_worker.media.reader import Reader
 from batchery_worker.models.audio.decoding import Samples, decode_audio
-from batchery_worker.models.source import ModelSource
+from batchery_worker.models.media_model import ModelReader
 
 #: Length of a window where the model does not say, and the share of it on either side that its
 #: neighbours have, too: those of transformers' pipeline.
 WINDOW_S, CONTEXT_SHARE = 30, 1 / 6
-
 
 #: Minimum length of a recording, in seconds: many models cannot hear less.
 LEAST_S = 0.1
@@ -39,30 +36,31 @@ class Window(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A prepared item of transcription."""
+    """A prepared item of transcription.
+
+    Attributes:
+        windows: Those that the model has not had. Whoever runs it takes them out one by one: an
+            hour of sound is 170 to 350 MB, as windows overlap.
+        total: How many there were.
+        duration_s: Of the whole recording.
+    """
 
     windows: list[Window]
+    total: int
     duration_s: float
 
 
-class AudioReader(Reader):
+class AudioReader(ModelReader):
     """Decodes a recording at the rate of its model."""
 
     fields: ClassVar[tuple[str, ...]] = ("audio",)
 
-    #: Of transformers.
-    extractor: Any
+    processor_class: ClassVar[Any] = AutoFeatureExtractor
 
-    def open(self) -> None:
-        """Loads the feature extractor and the config; see `Reader.open`."""
-        source = ModelSource(self.settings)
-        self.config = AutoConfig.from_pretrained(source.name, **source.options)
-        load: Any = AutoFeatureExtractor.from_pretrained
-        self.extractor = load(source.name, **source.options)
-
-    def decode(self, data: bytes) -> Samples:
+    def decode(self, data: bytes | str) -> Samples:
         """The samples of a recording. Raises InvalidItem."""
-        rate = self.extractor.sampling_rate
+        assert isinstance(data, bytes)
+        rate = self.processor.sampling_rate
         samples = decode_audio(data, rate, self.media.max_audio_s)
         if len(samples) < LEAST_S * rate:
             raise InvalidItem(f"audio: has {len(samples) / rate:.3f} seconds, fewer than {LEAST_S}")
@@ -72,24 +70,22 @@ class AudioReader(Reader):
 class RecordingReader(AudioReader):
     """Cuts a recording into windows with overlap, as transformers' pipeline does."""
 
-    def read(self, data: bytes | str, keywords: Mapping[str, Any]) -> Recording:  # noqa: ARG002
+    def read(self, data: bytes | str) -> Recording:
         """See `Reader.read`."""
-        assert isinstance(data, bytes)
-        samples = self.decode(data)
-        rate = self.extractor.sampling_rate
+        samples, extractor = self.decode(data), self.processor
+        rate = extractor.sampling_rate
         # Windows begin where an output of the model does.
         unit = getattr(self.config, "inputs_to_logits_ratio", 1)
-        window_s = getattr(self.extractor, "chunk_length", WINDOW_S)
+        window_s = getattr(extractor, "chunk_length", WINDOW_S)
         length = round(window_s * rate / unit) * unit
         context = round(window_s * CONTEXT_SHARE * rate / unit) * unit
         cut: Any = chunk_iter
-        parts = cut(samples, self.extractor, length, context, context)
-        name = self.extractor.model_input_names[0]
+        name = extractor.model_input_names[0]
         windows = [
             Window(part[name][0].numpy(), int(part["attention_mask"].sum()), part["stride"])
-            for part in parts
+            for part in cut(samples, extractor, length, context, context)
         ]
-        return Recording(windows, len(samples) / rate)
+        return Recording(windows, len(windows), len(samples) / rate)
 
 
 def fills_up(extractor: Any, config: Any) -> bool:

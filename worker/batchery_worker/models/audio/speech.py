@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batchery.errors import InvalidItem
-from batchery_worker.models.audio.recordings import Recording, Window, fills_up
-from batchery_worker.models.audio.word_times import time_rows_alone
+from batchery_worker.models.audio.recordings import Window, fills_up
 from batchery_worker.models.inputs import TranscriptionKeywords
 
 #: What a model made of a window, as JSON can write it: its `tokens`, the `stride` that goes with
@@ -53,12 +52,15 @@ class PipedModel:
         """The text of windows, and its parts, by the pipeline."""
         outputs = []
         for each in heard:
-            output = {"tokens": torch.tensor([each["tokens"]], dtype=torch.long), "is_last": True}
-            output["stride"] = tuple(each["stride"])
+            # Transformers itself would put the language there, but no time for it.
+            first = [each["language"]] if "language" in each else []
+            output = {
+                "tokens": torch.tensor([[*first, *each["tokens"]]], dtype=torch.long),
+                "stride": tuple(each["stride"]),
+                "is_last": True,
+            }
             if "times" in each:
-                output["token_timestamps"] = torch.tensor([each["times"]])
-            if "language" in each:
-                output["lang_id"] = torch.tensor([each["language"]])
+                output["token_timestamps"] = torch.tensor([[*(0.0 for _ in first), *each["times"]]])
             outputs.append(output)
         found = self._pipe.postprocess(outputs, **options)
         return found["text"], found.get("chunks", [])
@@ -83,7 +85,7 @@ class Whisper(PipedModel):
         self._codes = {token: code for code, token in self._languages.items()}
         self._has_times = getattr(config, "no_timestamps_token_id", None) is not None
         self._has_words = getattr(config, "alignment_heads", None) is not None
-        time_rows_alone(self._model)
+        _time_rows_alone(self._model)
 
     def check(self, options: TranscriptionKeywords) -> TranscriptionKeywords:
         """Returns keywords of a job as this model follows them, the language as a code.
@@ -123,7 +125,7 @@ class Whisper(PipedModel):
             options: The keywords of the job of each.
         """
         first, inputs = options[0], self._collate(windows)
-        given: dict[str, Any] = {"num_beams": first.beams} if first.beams else {}
+        given: dict[str, Any] = {"num_beams": 1}
         if first.timestamps != "none":
             given["return_timestamps"] = "word" if first.timestamps == "word" else True
         if first.temperature:
@@ -179,20 +181,42 @@ class Whisper(PipedModel):
         return tokens
 
     def put_together(
-        self, heard: Sequence[Heard], recording: Recording, options: TranscriptionKeywords
+        self, heard: Sequence[Heard], duration_s: float, options: TranscriptionKeywords
     ) -> Transcript:
         """Puts the first windows of a recording together, or all of them."""
-        is_timed, length_s = options.timestamps != "none", recording.duration_s
-        told: dict[str, Any] = {"return_language": True if "language" in heard[0] else None}
-        text, chunks = self._join(heard, return_timestamps=is_timed or None, **told)
-        language = self._codes.get(heard[0].get("language"))
-        found: Transcript = {"text": text, "language": language}
+        is_timed = options.timestamps != "none"
+        text, chunks = self._join(heard, return_timestamps=is_timed or None)
+        found: Transcript = {"text": text, "language": self._codes.get(heard[0].get("language"))}
         if is_timed:
-            found["segments"] = _parts(chunks, length_s)
+            found["segments"] = _parts(chunks, duration_s)
         if options.timestamps == "word":
-            _, chunks = self._join(heard, return_timestamps="word", **told)
-            found["words"] = _parts(chunks, length_s)
+            found["words"] = _parts(self._join(heard, return_timestamps="word")[1], duration_s)
         return found
+
+
+def _time_rows_alone(model: Any) -> None:
+    """Has a Whisper of transformers find the times of tokens row by row.
+
+    They come from the attention between tokens and sound, which transformers scales over all tokens
+    of a batch. A row that ended before others would have that of its padding in it.
+    """
+    extract, end = model._extract_token_timestamps, model.generation_config.eos_token_id
+
+    def extract_each(outputs: Any, heads: Any, *, num_frames: Any, num_input_ids: int) -> Tensor:
+        times = []
+        for row, tokens in enumerate(outputs.sequences):
+            steps = 1 + int((tokens[num_input_ids:-1] != end).cumprod(0).sum())
+            attentions = [
+                [layer[row : row + 1] for layer in step]
+                for step in outputs.cross_attentions[:steps]
+            ]
+            alone = type(outputs)(sequences=tokens[None], cross_attentions=attentions)
+            frames = None if num_frames is None else num_frames[row : row + 1]
+            found = extract(alone, heads, num_frames=frames, num_input_ids=num_input_ids)
+            times.append(found[0])
+        return torch.nn.utils.rnn.pad_sequence(times, batch_first=True)
+
+    model._extract_token_timestamps = extract_each
 
 
 class Ctc(PipedModel):
@@ -225,7 +249,7 @@ class Ctc(PipedModel):
         return [{"tokens": row[: stride[0]], "stride": stride} for row, stride in rows]
 
     def put_together(
-        self, heard: Sequence[Heard], recording: Recording, options: TranscriptionKeywords
+        self, heard: Sequence[Heard], duration_s: float, options: TranscriptionKeywords
     ) -> Transcript:
         """Puts the first windows of a recording together, or all of them.
 
@@ -234,10 +258,11 @@ class Ctc(PipedModel):
         if options.timestamps == "none":
             return {"text": self._join(heard)[0], "language": None}
         text, chunks = self._join(heard, return_timestamps="word")
-        words = _parts(chunks, recording.duration_s)
-        strides = (each.stride for each in recording.windows)
+        words = _parts(chunks, duration_s)
+        unit_s = self._model.config.inputs_to_logits_ratio / self._rate
+        strides = (each["stride"] for each in heard)
         lengths = (whole - left - right for whole, left, right in strides)
-        ends_s = [end / self._rate for end in accumulate(lengths)]
+        ends_s = [end * unit_s for end in accumulate(lengths)]
         by_window: dict[int, list[dict[str, Any]]] = {}
         for word in words:
             by_window.setdefault(bisect_right(ends_s, word["start_s"]), []).append(word)

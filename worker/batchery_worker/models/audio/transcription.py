@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import (
-    AutoConfig,
     AutomaticSpeechRecognitionPipeline,
     AutoModelForCTC,
     AutoModelForSpeechSeq2Seq,
@@ -21,16 +20,9 @@ from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.audio.recordings import Recording, RecordingReader, Window, make_tone
 from batchery_worker.models.audio.speech import Ctc, Heard, Whisper
-from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.inputs import TranscriptionKeywords
 from batchery_worker.models.media_model import MediaItems
-from batchery_worker.models.source import (
-    ModelSource,
-    check_weights,
-    load_tokenizer,
-    loading,
-    reason,
-)
+from batchery_worker.models.source import load_tokenizer, loading, reason
 
 logger = logging.getLogger(__name__)
 
@@ -53,31 +45,29 @@ class SpeechJob:
         slot: Its slot.
         options: The keywords of its job.
         heard: What the model made of its first windows.
+        left: The windows that the model has not had.
     """
 
     def __init__(
-        self, slot: int, recording: Recording, options: TranscriptionKeywords, is_streamed: bool
+        self,
+        slot: int,
+        recording: Recording,
+        pieces: Sequence[Mapping[str, Any]],
+        options: TranscriptionKeywords,
+        is_streamed: bool,
     ) -> None:
+        """Goes on behind pieces."""
         self.slot, self.options = slot, options
-        self.heard: list[Heard] = []
-        self.recording = recording
+        self.heard: list[Heard] = [each for piece in pieces for each in piece["windows"]]
+        self.left = recording.windows
+        del self.left[: len(self.heard) + len(self.left) - recording.total]
+        self._duration_s = recording.duration_s
         self._is_streamed = is_streamed
         #: How many of `heard`, and of the segments made of it, pieces have had.
-        self._told_heard = self._told_segments = 0
+        self._told_heard = len(self.heard)
+        self._told_segments = sum(len(piece["segments"]) for piece in pieces)
         #: How much must be heard before it is put together for those who read along.
         self._due = 1
-
-    @property
-    def left(self) -> Sequence[Window]:
-        """The windows that the model has not had."""
-        return self.recording.windows[len(self.heard) :]
-
-    def resume(self, pieces: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on behind pieces."""
-        for piece in pieces:
-            self.heard += piece["windows"]
-            self._told_segments += len(piece["segments"])
-        self._told_heard = len(self.heard)
 
     def take_piece(self, speech: Speech) -> dict[str, Any] | None:
         """What its readers get now; None if nobody reads."""
@@ -86,7 +76,7 @@ class SpeechJob:
         segments: Sequence[Mapping[str, Any]] = ()
         if len(self.heard) >= self._due or not self.left:
             self._due = int(len(self.heard) * GROWTH) + 1
-            found = speech.put_together(self.heard, self.recording, self.options)
+            found = speech.put_together(self.heard, self._duration_s, self.options)
             segments = found.get("segments", ())
         return self._piece(segments[:-1] if self.left else segments)
 
@@ -103,8 +93,8 @@ class SpeechJob:
 
     def result(self, speech: Speech) -> dict[str, Any]:
         """In the shape of `batchery.Transcription`."""
-        found = speech.put_together(self.heard, self.recording, self.options)
-        return {**found, "duration_s": self.recording.duration_s}
+        found = speech.put_together(self.heard, self._duration_s, self.options)
+        return {**found, "duration_s": self._duration_s}
 
 
 class TranscriptionModel(MediaItems, StepModel):
@@ -122,9 +112,9 @@ class TranscriptionModel(MediaItems, StepModel):
 
     Reader = RecordingReader
 
-    reader: RecordingReader
-
     keywords = TranscriptionKeywords
+
+    trained_part = ("head", "transcription")
 
     resumes = True
 
@@ -144,47 +134,45 @@ class TranscriptionModel(MediaItems, StepModel):
             DeviceUnavailable: There is no such device.
         """
         with loading(self.settings.model):
-            place = device_named(device)
-            if place.type == "cuda":
-                settle_cuda()
-            self._source = source = ModelSource(self.settings)
-            config = AutoConfig.from_pretrained(source.name, **source.options)
-            kind, loader = _find_kind(config)
-            dtype = dtype_for(self.settings.dtype, place)
-            model, missing = source.load(loader, dtype=dtype)
-            check_weights(missing, "head", "transcription")
-            self.reader.open()
+            self._open(device)
             pipe = AutomaticSpeechRecognitionPipeline(
-                model=model.eval(),
-                tokenizer=load_tokenizer(source),
-                feature_extractor=self.reader.extractor,
-                device=place,
+                model=self.model,
+                tokenizer=load_tokenizer(self._source),
+                feature_extractor=self.reader.processor,
+                device=self._device,
             )
-            self._speech: Speech = kind(pipe)
+            is_whisper = self.model.config.model_type == "whisper"
+            self._speech: Speech = Whisper(pipe) if is_whisper else Ctc(pipe)
         # It would say of each recording that it has not ended yet.
         logging.getLogger("transformers.models.whisper").setLevel(logging.ERROR)
-        logger.info("model %s: %d slots on %s", self.settings.model, self.slots, place)
+        logger.info("model %s: %d slots on %s", self.settings.model, self.slots, self._device)
 
-    def version(self) -> str:
-        """Changes with the model's files and options."""
-        return self._source.version()
+    def _choose_class(self, config: Any) -> Any:
+        if config.model_type == "whisper":
+            return AutoModelForSpeechSeq2Seq
+        is_ctc = config.model_type in MODEL_FOR_CTC_MAPPING_NAMES
+        if is_ctc and hasattr(config, "inputs_to_logits_ratio"):
+            return AutoModelForCTC
+        raise ValueError(
+            f"is a {config.model_type}, and transcription takes Whisper, or a CTC model of"
+            " waveforms such as wav2vec2; name one, or choose another kind"
+        )
 
     def warm_up(self) -> list[bytes]:
         """A second of sound."""
-        return [make_tone(self.reader.extractor.sampling_rate)]
+        return [make_tone(self.reader.processor.sampling_rate)]
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> TranscriptionKeywords:
         return self._speech.check(super()._read_keywords(keywords))
 
     def tokens(self, prepared: Recording) -> int:
         """Its windows."""
-        return len(prepared.windows)
+        return prepared.total
 
     def join(self, slot: int, prepared: Recording, pieces: Sequence[Any], **keywords: Any) -> None:
         """Takes a job in; see `StepModel.join`."""
-        job = SpeechJob(slot, prepared, self._read_keywords(keywords), self.is_streamed)
-        job.resume(pieces)
-        self._jobs[slot] = job
+        options = self._read_keywords(keywords)
+        self._jobs[slot] = SpeechJob(slot, prepared, pieces, options, self.is_streamed)
 
     def leave(self, slot: int) -> list[dict[str, Any]] | None:
         """Drops a job; see `StepModel.leave`."""
@@ -196,7 +184,8 @@ class TranscriptionModel(MediaItems, StepModel):
         Where the memory is short, the next steps have fewer of them.
         """
         # Those that came with all their pieces, but without their results.
-        advances = [self._end(job) for job in list(self._jobs.values()) if not job.left]
+        whole = [job for job in self._jobs.values() if not job.left]
+        advances = [each for job in whole for each in self._advance(job, has_news=False)]
         chosen = self._choose()
         if not chosen:
             return advances
@@ -214,9 +203,9 @@ class TranscriptionModel(MediaItems, StepModel):
         self._resize(len(chosen), time.perf_counter() - began_s)
         for (job, _), each in zip(chosen, heard, strict=True):
             job.heard.append(each)
-        return advances + [
-            each for job in dict.fromkeys(job for job, _ in chosen) for each in self._advance(job)
-        ]
+            del job.left[0]
+        in_turn = dict.fromkeys(job for job, _ in chosen)
+        return advances + [each for job in in_turn for each in self._advance(job)]
 
     def _choose(self) -> list[tuple[SpeechJob, Window]]:
         """The next windows: one of each job, then another one, as long as there is room.
@@ -249,38 +238,18 @@ class TranscriptionModel(MediaItems, StepModel):
         del self._jobs[job.slot]
         return [Advance(job.slot, outcome=Failed(failure))]
 
-    def _advance(self, job: SpeechJob) -> list[Advance]:
-        """What became of a job that has had its turn."""
-        self._jobs[job.slot] = self._jobs.pop(job.slot)
-        try:
-            piece = job.take_piece(self._speech)
-        except Exception as error:  # noqa: BLE001 - see `_end`
-            del self._jobs[job.slot]
-            return [Advance(job.slot, outcome=_fail(error))]
-        advances = [Advance(job.slot, piece)]
-        return advances if job.left else [*advances, self._end(job)]
-
-    def _end(self, job: SpeechJob) -> Advance:
+    def _advance(self, job: SpeechJob, *, has_news: bool = True) -> list[Advance]:
+        """What became of a job, which goes behind the others, or has ended."""
         del self._jobs[job.slot]
+        advances = []
         try:
-            return Advance(job.slot, outcome=job.result(self._speech))
+            if has_news:
+                advances.append(Advance(job.slot, job.take_piece(self._speech)))
+            if job.left:
+                self._jobs[job.slot] = job
+            else:
+                advances.append(Advance(job.slot, outcome=job.result(self._speech)))
         except Exception as error:  # noqa: BLE001 - transformers raises any for odd tokens
-            return Advance(job.slot, outcome=_fail(error))
-
-
-def _fail(error: Exception) -> Failed:
-    """The outcome of a job whose windows cannot be put together."""
-    return Failed(ItemFailed(f"audio: what was heard cannot be put together: {reason(error)}"))
-
-
-def _find_kind(config: Any) -> tuple[type[Speech], Any]:
-    """Which kind of speech model a config is of, and what loads it. Raises ValueError."""
-    if config.model_type == "whisper":
-        return Whisper, AutoModelForSpeechSeq2Seq
-    is_ctc = config.model_type in MODEL_FOR_CTC_MAPPING_NAMES
-    if is_ctc and hasattr(config, "inputs_to_logits_ratio"):
-        return Ctc, AutoModelForCTC
-    raise ValueError(
-        f"is a {config.model_type}, and transcription takes Whisper, or a CTC model of waveforms"
-        " such as wav2vec2; name one, or choose another kind"
-    )
+            problem = f"audio: what was heard cannot be put together: {reason(error)}"
+            return [Advance(job.slot, outcome=Failed(ItemFailed(problem)))]
+        return advances

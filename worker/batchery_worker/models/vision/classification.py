@@ -11,7 +11,8 @@ from transformers import AutoModelForImageClassification, AutoModelForZeroShotIm
 from batchery_worker.models.inputs import ZeroShotKeywords
 from batchery_worker.models.labels import name_scores
 from batchery_worker.models.media_kinds import LabelModel
-from batchery_worker.models.vision.embedding import TowerModel
+from batchery_worker.models.media_model import Prepared
+from batchery_worker.models.vision.embedding import ImageTowerModel
 from batchery_worker.models.vision.image_model import ImageModel
 from batchery_worker.models.vision.reader import ImageTextReader
 
@@ -22,7 +23,7 @@ MAX_LABEL_SETS = 64
 class ImageClassificationModel(LabelModel, ImageModel):
     """Labels pictures, with any image classification model of transformers.
 
-    An item is a picture. Keywords of a job: see `ImageClassificationKeywords`. For scores see
+    An item is a picture. Keywords of a job: see `ClassificationKeywords`. For scores see
     `LabelModel`.
     """
 
@@ -35,7 +36,7 @@ class LabelledImageReader(ImageTextReader):
     fields: ClassVar[tuple[str, ...]] = ("image",)
 
 
-class ZeroShotImageClassificationModel(TowerModel):
+class ZeroShotImageClassificationModel(ImageTowerModel):
     """Labels pictures with labels that each job brings, with models such as CLIP and SigLIP.
 
     An item is a picture. Keywords of a job: see `ZeroShotKeywords`; `labels` is required. A result
@@ -65,18 +66,18 @@ class ZeroShotImageClassificationModel(TowerModel):
         texts = [self.reader.tokenize(template.format(label)) for label in labels]
         return normalize(self._embed_texts(texts), dim=-1)
 
-    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:
+    def _compute(self, items: Sequence[Prepared], options: Any) -> Tensor:
         """Scores, (B, C)."""
         labels = self._embed_labels(options.template, tuple(options.labels))
-        pictures = normalize(self._embed_pictures(items), dim=-1)
-        logits = self.model.logit_scale.exp() * pictures @ labels.t()
-        logits = (logits + getattr(self.model, "logit_bias", 0.0)).float()
+        pictures = normalize(self._embed(items), dim=-1)
+        scores = self.model.logit_scale.exp() * pictures @ labels.t()
+        logits: Tensor = (scores + getattr(self.model, "logit_bias", 0.0)).float()
         if options.raw_scores:
-            return [logits]
-        return [logits.sigmoid() if self._is_sigmoid else logits.softmax(dim=-1)]
+            return logits
+        return logits.sigmoid() if self._is_sigmoid else logits.softmax(dim=-1)
 
     def _results(
-        self, items: Sequence[Any], values: Sequence[Tensor], options: Any
+        self, items: Sequence[Prepared], values: Tensor, options: Any
     ) -> list[dict[str, Any]]:
-        heads, labels = [self.head(each) for each in items], options.labels
-        return name_scores(heads, values[0], labels, len(labels))
+        heads, labels = list(map(self.head, items)), options.labels
+        return name_scores(heads, values, labels, len(labels))

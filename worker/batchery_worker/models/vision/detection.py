@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForObjectDetection
 
 from batchery_worker.models.inputs import DetectionKeywords
+from batchery_worker.models.media_model import Prepared
 from batchery_worker.models.vision.image_model import ImageModel
 
 #: Names of the sides of a box, in the order of the processor.
@@ -28,18 +29,18 @@ class ObjectDetectionModel(ImageModel):
 
     trained_part = ("detection head", "detection")
 
-    def _compute(self, items: Sequence[Any], options: Any) -> Sequence[Tensor]:  # noqa: ARG002
-        """Logits of Q guesses, (B, Q, C), and their boxes, (B, Q, 4)."""
+    def _compute(self, items: Sequence[Prepared], options: Any) -> Tensor:  # noqa: ARG002
+        """Of Q guesses, logits and then the four numbers of a box: (B, Q, C + 4)."""
         output = self.model(**self._stack(items))
-        return output.logits, output.pred_boxes
+        return torch.cat([output.logits, output.pred_boxes], dim=-1)
 
     def _results(
-        self, items: Sequence[Any], values: Sequence[Tensor], options: Any
+        self, items: Sequence[Prepared], values: Tensor, options: Any
     ) -> list[dict[str, Any]]:
         found = self.reader.processor.post_process_object_detection(
-            SimpleNamespace(logits=values[0], pred_boxes=values[1]),
+            SimpleNamespace(logits=values[..., :-4], pred_boxes=values[..., -4:]),
             options.threshold,
-            torch.tensor([(each.height, each.width) for each in items]),
+            torch.tensor([each.size for each in items]),
         )
         names = self.model.config.id2label
         results = []
@@ -50,6 +51,7 @@ class ObjectDetectionModel(ImageModel):
                 {"label": names[label], "score": score, "box": dict(zip(SIDES, box, strict=True))}
                 for label, score, box in rows
             ]
-            size = {"width": item.width, "height": item.height}
-            results.append({**self.head(item), "objects": objects, **size})
+            height, width = item.size
+            head = self.head(item)
+            results.append({**head, "objects": objects, "width": width, "height": height})
         return results

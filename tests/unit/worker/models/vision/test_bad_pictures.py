@@ -144,7 +144,7 @@ def test_models_that_do_not_fit_the_kind_are_refused(
     text = refuse(ObjectDetectionModel, "object_detection", vit)
     assert "a vit model is none of the kind object_detection" in text
     text = refuse(ImageEmbeddingModel, "image_embedding", build("bert"))
-    assert "no pictures" in text
+    assert "has no image processor" in text
     assert "dimensions = 99" in refuse(ImageEmbeddingModel, "image_embedding", clip, dimensions=99)
     for path in vit.iterdir():
         if path.name != "preprocessor_config.json":
