@@ -12,6 +12,7 @@ from celery import Celery, uuid
 from celery.result import AsyncResult
 
 from batchery.broker_url import use_redis
+from batchery.cluster_backend import use_cluster_results
 from batchery.errors import BatchArgumentError
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.task import check_options
@@ -242,6 +243,7 @@ def make_app(app: Celery | str) -> Celery:
     if isinstance(app, Celery):
         return app
     made = Celery("client", set_as_current=False)
+    use_cluster_results(made)
     use_redis(made, app)
     return made
 

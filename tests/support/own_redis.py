@@ -49,6 +49,12 @@ def redis_servers() -> list[Path]:
     return list({path.resolve(): path for path in found}.values())
 
 
+def makes_clusters(path: Path) -> bool:
+    """Whether a server has what a cluster of tests needs: since Redis 7."""
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return int(told.partition(" v=")[2].partition(".")[0]) >= 7
+
+
 def server_name(path: Path) -> str:
     """Name of a server in the ids of tests."""
     return next((package for package in PACKAGED if package in path.parts), path.name)
