@@ -30,7 +30,7 @@ COUNT = 200
 def app(cluster: OwnCluster, redis_url: str) -> Iterator[Celery]:
     """The app of a client; it does not know the tasks."""
     made = install(Celery("client", broker=redis_url, set_as_current=False))
-    made.conf.result_backend = cluster.url
+    made.conf.update(result_backend=cluster.url)
     yield made
     backend: Any = made.backend
     backend.result_consumer.stop()
@@ -59,7 +59,7 @@ def run(awaited: Any) -> Any:
 def test_results_of_both_kinds_of_tasks_and_a_group_are_awaited(app: Celery) -> None:
     assert send(app, "count", 1).get(timeout=TIMEOUT_S) == 2
     assert send(app, "double", 4).get(timeout=TIMEOUT_S) == 8
-    jobs = group(task(app, "count").clone([number]) for number in range(COUNT)).apply_async()
+    jobs: Any = group(task(app, "count").clone([number]) for number in range(COUNT)).apply_async()
     jobs.save()
     assert jobs.join(timeout=TIMEOUT_S) == list(range(1, COUNT + 1))
     again = GroupResult.restore(jobs.id, app=app)
@@ -152,7 +152,6 @@ def test_a_primary_dies_and_slots_move_while_results_are_stored(
         try:
             for slot in slots:
                 if not any(a <= slot <= b for a, b in cluster.slots_of(other)):
-                    wait_for(lambda s=slot: cluster.primary_of(s), "its replica has taken over")
                     cluster.move(slot, other)
                     break
             values = [each.result() for each in waiting]
@@ -169,9 +168,10 @@ def test_other_urls_keep_the_stock_backend() -> None:
     made = install(Celery("plain", backend="redis://127.0.0.1:1/0", set_as_current=False))
     assert type(made.backend) is RedisBackend
     secure = install(Celery("secure", set_as_current=False))
-    secure.conf.result_backend = "rediss+cluster://me:secret@a:1,b:2/?ssl_cert_reqs=required"
+    url = "rediss+cluster://me:secret@a:1,b:2/?ssl_cert_reqs=required"
+    secure.conf.update(result_backend=url)
+    assert isinstance(secure.backend, RedisBackend)
     backend: Any = secure.backend
-    assert isinstance(backend, RedisBackend)
     assert "secret" not in backend.as_uri()
     tag = list_tags()[find_shard("id")].encode()
     assert backend.get_key_for_task("id") == tag + b"celery-task-meta-id"
