@@ -1,12 +1,9 @@
-"""URLs of brokers: whether one is any, and how an app gets one that a caller gives."""
+"""URLs of brokers and of clusters: whether one is any, and what it says."""
 
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from celery import Celery
 from redis import connection as redis_connection
-
-from batchery.errors import SettingsError
 
 #: Schemes of URLs that name no broker.
 NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
@@ -18,6 +15,15 @@ SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
 def is_cluster(url: str | None) -> bool:
     """Whether a URL names a cluster."""
     return url is not None and urlsplit(url).scheme in SCHEMES
+
+
+def find_database(url: object) -> object:
+    """What a URL of one Redis names, however it is spelled; anything else as it is."""
+    parts = urlsplit(str(url))
+    if parts.scheme not in ("redis", "rediss") or "," in parts.netloc or ";" in str(url):
+        return url
+    host = {None: "localhost", "127.0.0.1": "localhost"}.get(parts.hostname, parts.hostname)
+    return host, parts.port or 6379, parts.path.strip("/") or "0"
 
 
 def read_cluster_url(url: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
@@ -62,19 +68,3 @@ def check_broker_url(url: str) -> str:
         # A socket's path may hold anything; a port that is no number raises here.
         _ = parts.scheme.endswith(("unix", "socket")) or parts.port
     return url
-
-
-def use_redis(app: Celery, url: str) -> None:
-    """Makes a Redis the app's broker and result backend, whatever its environment names.
-
-    Raises:
-        SettingsError: The URL is none. The text does not have it, as it may have a password.
-    """
-    try:
-        check_broker_url(url)
-    except ValueError as error:
-        raise SettingsError(f"the URL of Redis: {error}") from None
-    # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
-    # and CELERY_RESULT_BACKEND above them.
-    app.conf.update(broker_read_url=url, broker_write_url=url)
-    app.backend_cls = url

@@ -6,6 +6,7 @@ anything. What was accepted is never given up.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import redis
@@ -148,8 +149,15 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
     return Waiting.read(*transport_scripts(client).run("count_waiting", keys))
 
 
-def check_room(app: Celery, limits: QueueLimits, where: Destination) -> None:
+def check_room(
+    limits: QueueLimits, where: Destination, acquire: Callable[[str], AbstractContextManager[Any]]
+) -> None:
     """Refuses a job of a class that is full; asks Redis.
+
+    Args:
+        limits: Of the classes.
+        where: Where the job should go.
+        acquire: Gives a producer of kombu's for the jobs of a queue.
 
     Raises:
         QueueFull: As `QueueLimits.check`.
@@ -158,7 +166,7 @@ def check_room(app: Celery, limits: QueueLimits, where: Destination) -> None:
 
     def look(queue: str, priorities: range) -> Waiting | None:
         try:
-            with app.producer_or_acquire() as producer:
+            with acquire(queue) as producer:
                 # A channel that connects by itself tries for `broker_connection_timeout`.
                 producer.connection.ensure_connection(max_retries=1, interval_start=0)
                 return look_into(producer.channel, queue, priorities)

@@ -28,10 +28,12 @@ REFUSAL_MEANINGS = {
     "NOREPLICAS": "has too few replicas for a write",
     "NOPERM": "does not allow this user to push jobs; allow EVALSHA, and its keys",
     "WRONGTYPE": "has a value under this key that is not a queue; name another queue",
+    "MOVED": "is a node of a cluster; write its URL as redis+cluster://HOST:PORT",
+    "CROSSSLOT": "is a node of a cluster; write its URL as redis+cluster://HOST:PORT",
 }
 
 #: Those that concern one command; with all others, Redis takes no writes for now.
-LASTING_REFUSALS = ("NOPERM", "WRONGTYPE")
+LASTING_REFUSALS = ("NOPERM", "WRONGTYPE", "MOVED", "CROSSSLOT")
 
 #: Errors for which redis-py has a class; their text lacks the word.
 REFUSAL_CLASSES: dict[type[redis.RedisError], str] = {
@@ -39,6 +41,8 @@ REFUSAL_CLASSES: dict[type[redis.RedisError], str] = {
     redis.exceptions.ReadOnlyError: "READONLY",
     redis.exceptions.MasterDownError: "MASTERDOWN",
     redis.exceptions.NoPermissionError: "NOPERM",
+    redis.exceptions.MovedError: "MOVED",
+    redis.exceptions.ClusterCrossSlotError: "CROSSSLOT",
 }
 
 _REFUSAL = re.compile(rf"(?:^|: -?|caused error: )({'|'.join(REFUSAL_MEANINGS)})\b")

@@ -1,7 +1,7 @@
-"""Where the jobs of a queue are: with the broker, on a Redis of their own, or on a cluster."""
+"""Where the jobs of a queue are: with the app's broker, on another Redis, or on a cluster."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +14,9 @@ from batchery.installation import get_redis_url
 from batchery.transport import ClusterTransport, SentinelTransport, Transport
 from batchery.transport.cluster import SHARDS, find_shard, get_cluster
 from batchery.transport.redis_schema import find_own
+
+#: Transport option of connections to shards that are no broker of the app: the number of the shard.
+SHARD = "shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,15 @@ class Shard:
         if not self.is_apart:
             return connect(self.url)  # type: ignore[no-any-return]
         if is_cluster(self.url):
-            options = {"cluster_url": self.url, "shard": self.number}
+            options = {"cluster_url": self.url, SHARD: self.number}
             return connect(  # type: ignore[no-any-return]
                 "redis://", transport=ClusterTransport, transport_options=options, ssl=False
             )
         is_sentinel = urlsplit(self.url or "").scheme == "sentinel"
         transport = SentinelTransport if is_sentinel else Transport
-        return connect(self.url, transport=transport, ssl=False)  # type: ignore[no-any-return]
+        return connect(  # type: ignore[no-any-return]
+            self.url, transport=transport, transport_options={SHARD: 0}, ssl=False
+        )
 
 
 def list_shards(app: Celery) -> Sequence[Shard]:
@@ -76,12 +81,15 @@ def acquire_producer(app: Celery, queue: str, producer: Any = None) -> Iterator[
     Args:
         app: The app.
         queue: Name of the queue.
-        producer: One for the app's broker that the caller has, maybe.
+        producer: One for the app's broker, or for the shard of the queue, that the caller has.
     """
     shard = shard_of(app, queue)
     if not shard.is_apart:
         with app.producer_or_acquire(producer) as found:
             yield found
+        return
+    if producer is not None and SHARD in producer.connection.transport_options:
+        yield producer
         return
     pool: Any = pools.producers[shard.connect(app, writes=True)]
     # As Celery's own pool of producers.
@@ -91,16 +99,7 @@ def acquire_producer(app: Celery, queue: str, producer: Any = None) -> Iterator[
 
 
 @contextmanager
-def open_channels(app: Celery) -> Iterator[Sequence[Any]]:
-    """Channels of kombu's to all shards, in order, for commands that look at all queues.
-
-    Raises:
-        OperationalError: A server does not answer; kombu's error.
-    """
-    connections = [shard.connect(app) for shard in list_shards(app)]
-    try:
-        yield [connection.default_channel for connection in connections]
-    finally:
-        for connection in connections:
-            with closing(connection):
-                connection.release()
+def open_shards(app: Celery) -> Iterator[Sequence[Any]]:
+    """Connections of kombu's to all shards, in order; each connects when it is first used."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(shard.connect(app)) for shard in list_shards(app)]

@@ -395,7 +395,7 @@ class BatchTask(_Task):
         queue = find_destination(self.app, self.name, options).queue
         # What a caller gives is for the broker.
         options.pop("connection", None)
-        with acquire_producer(self.app, queue) as options["producer"]:
+        with acquire_producer(self.app, queue, options.get("producer")) as options["producer"]:
             return super().apply_async(args, kwargs, **options)
 
     def apply(self, args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
@@ -413,7 +413,8 @@ class BatchTask(_Task):
     def _check_room(self, limits: QueueLimits, options: dict[str, Any]) -> None:
         in_workflow = any(options.get(name) is not None for name in WORKFLOW_OPTIONS)
         if not in_workflow and not self.app.conf.task_always_eager:
-            check_room(self.app, limits, find_destination(self.app, self.name, options))
+            where = find_destination(self.app, self.name, options)
+            check_room(limits, where, partial(acquire_producer, self.app))
 
     def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> Any:
         """Sends one job, and yields its partial results while it runs, as `TaskClient.stream` does.

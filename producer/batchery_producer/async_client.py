@@ -28,7 +28,8 @@ class AsyncClient:
 
         Args:
             app: A Celery app, or the URL of a Redis that is broker and result backend. The app does
-                not need to have the tasks.
+                not need to have the tasks. With the URL of a cluster, batch tasks can be called;
+                jobs are revoked by the broker that CELERY_BROKER_URL names, or not at all.
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)

@@ -1,6 +1,6 @@
-"""The publishers' connection to the broker: each chunk of messages goes into a Redis list once.
+"""The publishers' connections to Redis: each chunk of messages goes into a list there once.
 
-It reconnects when it breaks, and may send a chunk again.
+One reconnects when it breaks, and may send a chunk again.
 """
 
 import os
@@ -20,6 +20,8 @@ from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import LASTING_REFUSALS, RetryPolicy, explain_refusal, find_refusal
 from batchery.settings import LOWEST_PRIORITY
+from batchery.shards import Shard, list_shards, shard_of
+from batchery.task import BatchTask
 from batchery.transport.redis_schema import lists_of
 
 LUA = Path(__file__).parent / "lua"
@@ -77,23 +79,49 @@ class RecordedCommands:
 class BrokerConnection:
     """Connects at its first use. Not for use by several threads at once."""
 
-    def __init__(self, app: Celery, retries: RetryPolicy, *, persistent: bool = False) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        retries: RetryPolicy,
+        *,
+        persistent: bool = False,
+        shard: Shard | None = None,
+    ) -> None:
         """Prepares.
 
         Args:
             app: App whose broker it connects to.
             retries: How long to retry when the broker is away.
             persistent: Whether to retry, too, when the broker takes no jobs for now.
+            shard: What it connects to in place of the broker.
         """
         self.app = app
         self.retries = retries
         self._persistent = persistent
+        self._shard = shard or Shard()
+        #: Those to shards that are no broker, which are closed with this one.
+        self._apart: dict[Shard, BrokerConnection] = {}
         self._connection: Connection | None = None
         self._producer: Any = None
         self._redis: Any = None
         #: Chunks are numbered; under the marker, Redis remembers the number of the last one.
         self._marker, self._marker_pid = "", 0
         self._chunk = 0
+
+    def find_for(self, task: str, queue: str) -> "BrokerConnection":
+        """The connection for jobs of a task: this one, or that to the shard of their queue."""
+        shard = shard_of(self.app, queue)
+        if not shard.is_apart:
+            return self
+        known = self.app.tasks.get(task)
+        # One that the app does not know is called by its name, as models are.
+        if known is not None and not isinstance(known, BatchTask):
+            return self
+        if shard not in self._apart:
+            self._apart[shard] = BrokerConnection(
+                self.app, self.retries, persistent=self._persistent, shard=shard
+            )
+        return self._apart[shard]
 
     @property
     def producer(self) -> Any:
@@ -122,12 +150,13 @@ class BrokerConnection:
         finally:
             del batches.current
 
-    def call(self, function: Callable[[], T], queue: str) -> T:
+    def call(self, function: Callable[[], T], queue: str, retries: RetryPolicy | None = None) -> T:
         """Calls a function that sends something, until it works.
 
         Args:
             function: Must be safe to repeat, whatever it did before it failed.
             queue: Name of the queue, for error messages.
+            retries: How long to retry in place of how long this connection does.
 
         Raises:
             BrokerRefused: The broker refuses the command.
@@ -146,7 +175,7 @@ class BrokerConnection:
                     return refused  # Not raised, as another attempt would be refused, too.
                 raise refused or error from error
 
-        answer = self.retries.call(attempt, self._errors(), self._disconnect)
+        answer = (retries or self.retries).call(attempt, self._errors(), self._disconnect)
         if isinstance(answer, BrokerRefused):
             raise answer
         return answer
@@ -193,17 +222,21 @@ class BrokerConnection:
             pipe.execute()
 
     def revoke(self, task_ids: Sequence[str]) -> None:
-        """Tells the workers not to begin these jobs."""
+        """Tells the workers not to begin these jobs; for the connection to the app's broker."""
         control: Any = self.app.control
 
         def revoke(some: Sequence[str]) -> None:
             control.revoke(some, connection=self.producer.connection)
 
+        # A broker that is away must not hold up jobs that are elsewhere.
+        retries = RetryPolicy(away_s=0) if list_shards(self.app)[0].is_apart else None
         for some in chunks(iter(task_ids), REVOKE_CHUNK):
-            self.call(partial(revoke, some), "celery.pidbox")
+            self.call(partial(revoke, some), "celery.pidbox", retries)
 
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""
+        for each in self._apart.values():
+            each.close()
         with suppress(Exception):  # The marker expires.
             is_marked = self._marker_pid == os.getpid() and not self.retries.is_spent
             if self._producer is not None and is_marked:
@@ -211,7 +244,7 @@ class BrokerConnection:
         self._disconnect()
 
     def _errors(self) -> tuple[type[BaseException], ...]:
-        connection = self._connection or self.app.connection_for_write()
+        connection = self._connection or self._shard.connect(self.app, writes=True)
         return (
             *connection.recoverable_connection_errors,
             *connection.recoverable_channel_errors,
@@ -223,7 +256,7 @@ class BrokerConnection:
         )
 
     def _connect(self) -> None:
-        connection = self._connection = self.app.connection_for_write()
+        connection = self._connection = self._shard.connect(self.app, writes=True)
         transport: Any = connection.get_transport_cls()
         if self.retries.command_s is not None and issubclass(transport, kombu_redis.Transport):
             options: Any = connection.transport_options

@@ -11,16 +11,15 @@ from typing import Any, Self, Unpack
 from celery import Celery, uuid
 from celery.result import AsyncResult
 
-from batchery.broker_url import use_redis
-from batchery.cluster_backend import use_cluster_results
 from batchery.errors import BatchArgumentError
+from batchery.installation import use_redis
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.task import check_options
 from batchery_producer.answers import Answer, Outcome, read_answer
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
-from batchery_producer.publisher import route_unknown
+from batchery_producer.publisher import route_unknown, send_one
 from batchery_producer.stream import ItemOptions, ItemRun
 
 
@@ -32,7 +31,8 @@ class Client:
 
         Args:
             app: A Celery app, or the URL of a Redis that is broker and result backend. The app does
-                not need to have the tasks.
+                not need to have the tasks. With the URL of a cluster, batch tasks can be called;
+                jobs are revoked by the broker that CELERY_BROKER_URL names, or not at all.
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
@@ -166,11 +166,7 @@ class TaskClient:
     ) -> AsyncResult[Any]:
         options = route_unknown(self._app, self.name, given)
         options["headers"] = {**(options.get("headers") or {}), **sent_now()}
-        known: Any = self._app.tasks.get(self.name)
-        if known is None:
-            return self._app.send_task(self.name, (item,), keywords, **options)
-        result: AsyncResult[Any] = known.apply_async((item,), keywords, **options)
-        return result
+        return send_one(self._app, self.name, (item,), keywords, **options)
 
     def map(
         self, items: Iterable[Any], *, ordered: bool = True, **options: Unpack[ItemOptions]
@@ -242,8 +238,8 @@ def make_app(app: Celery | str) -> Celery:
     """
     if isinstance(app, Celery):
         return app
-    made = Celery("client", set_as_current=False)
-    use_cluster_results(made)
+    # Beside a cluster there may be no broker at all, which must not be waited for.
+    made = Celery("client", broker="memory://", set_as_current=False)
     use_redis(made, app)
     return made
 

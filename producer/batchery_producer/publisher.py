@@ -9,15 +9,17 @@ from typing import Any, Self
 from celery import Celery, uuid
 from celery.backends.redis import RedisBackend
 from celery.exceptions import QueueNotFound
+from celery.result import AsyncResult
 from celery.utils.functional import chunks
 from kombu.exceptions import EncodeError
 
 from batchery.errors import BatchArgumentError, PublishError, QueueFull, SettingsError
-from batchery.installation import get_queue_limits
+from batchery.installation import get_queue_limits, get_redis_url
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
 from batchery.redis_scripts import cut_into_parts
 from batchery.retry import RetryPolicy, pause_s
+from batchery.shards import acquire_producer
 from batchery.task import check_options
 from batchery.transport.dead_letters import check_size
 from batchery_producer.broker import BrokerConnection, RecordedCommands, Room
@@ -94,9 +96,11 @@ class Publisher:
         self._keywords = dict(keywords or {})
         self._options = options = route_unknown(app, task, options)
         self._wait_s = wait_s
-        self._owns_broker = broker is None
-        self._broker = broker or BrokerConnection(app, RetryPolicy())
         self._where = _destination(app, task, options)
+        self._owns_brokers = broker is None
+        self._brokers = broker or BrokerConnection(app, RetryPolicy())
+        #: That of the queue.
+        self._broker = self._brokers.find_for(task, self._where.queue)
         self._limits = get_queue_limits(app)
         #: Number of jobs sent so far.
         self.sent = 0
@@ -114,8 +118,8 @@ class Publisher:
 
     def close(self) -> None:
         """Closes the connection unless it is shared; the next job opens a new one."""
-        if self._owns_broker:
-            self._broker.close()
+        if self._owns_brokers:
+            self._brokers.close()
 
     def send(
         self, jobs: Sequence[tuple[str, Any]], headers: Mapping[str, Any] | None = None
@@ -248,6 +252,19 @@ class Publisher:
         except EncodeError:
             encode_item(job.item)
             raise
+
+
+def send_one(
+    app: Celery, task: str, args: Sequence[Any], keywords: dict[str, Any], **options: Any
+) -> AsyncResult[Any]:
+    """Sends one job as `apply_async` does, also of a task that the app does not know."""
+    known: Any = app.tasks.get(task)
+    if known is not None:
+        return known.apply_async(args, keywords, **options)  # type: ignore[no-any-return]
+    if get_redis_url(app) is None:
+        return app.send_task(task, args, keywords, **options)
+    with acquire_producer(app, find_destination(app, task, options).queue) as producer:
+        return app.send_task(task, args, keywords, producer=producer, **options)
 
 
 def is_known(app: Celery, task: str) -> bool:

@@ -18,7 +18,7 @@ from support.patience import patient
 #: In the names of what is written down.
 OWN = os.environ.get("LISTENED_AS", "batchery")
 STOCK = OWN == "stock"
-URL = os.environ.get("BATCHERY_REDIS_URL", "redis://127.0.0.1:1/0")
+URL = os.environ.get("CELERY_RESULT_BACKEND", "redis://127.0.0.1:1/0")
 
 app = Celery("listened", broker=URL, backend=URL, set_as_current=False)
 app.conf.worker_hijack_root_logger = False

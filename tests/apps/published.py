@@ -11,7 +11,7 @@ from redis import Redis
 
 from batchery import BatchTask, install
 
-URL = os.environ.get("BATCHERY_REDIS_URL", "redis://127.0.0.1:1/0")
+URL = os.environ.get("CELERY_RESULT_BACKEND", "redis://127.0.0.1:1/0")
 
 app = install(Celery("published", broker=URL, backend=URL, set_as_current=False))
 app.conf.update(

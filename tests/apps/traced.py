@@ -14,7 +14,7 @@ from redis import Redis
 
 from batchery import BatchTask, Failed, install, otel
 
-URL = os.environ.get("BATCHERY_REDIS_URL", "redis://127.0.0.1:1/0")
+URL = os.environ.get("CELERY_RESULT_BACKEND", "redis://127.0.0.1:1/0")
 
 #: A Redis list: the spans of the worker, one JSON object each.
 SPANS = "traced:spans"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from batchery.broker_url import use_redis
 from batchery.cli.app import check_backend, check_broker, check_redis
 from batchery.errors import RedisUnavailable
+from batchery.installation import use_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import open_redis, wait_for

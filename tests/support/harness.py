@@ -192,7 +192,6 @@ class Worker:
                     "PYTHONWARNINGS": "ignore",
                     "CELERY_BROKER_URL": redis_url,
                     "CELERY_RESULT_BACKEND": redis_url,
-                    "BATCHERY_REDIS_URL": redis_url,
                     **(env or {}),
                 },
             )

@@ -13,7 +13,7 @@ from kombu.serialization import prepare_accept_content
 
 import batchery.app as standalone
 from batchery.cli.app import check_broker
-from batchery.errors import SettingsError, StartError
+from batchery.errors import RedisUnavailable, SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.model_task import ModelTask
@@ -85,12 +85,15 @@ def report_broker_away(app: Any) -> None:
     """Logs that Redis does not answer, before models are loaded for half a minute.
 
     The worker goes on, as Celery's does: the broker may be there when its models are.
+
+    Raises:
+        SettingsError: It never will be, as its URL is wrong.
     """
     if not has_redis_broker(app):
         return
     try:
         check_broker(app)
-    except StartError as error:
+    except RedisUnavailable as error:
         logger.error("%s. The worker loads its models, then it tries again", error)
 
 

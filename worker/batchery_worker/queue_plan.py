@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import redis
 from celery.worker import components
 from kombu import Exchange, Queue
 
 from batchery.errors import SettingsError
 from batchery.installation import get_redis_url
 from batchery.model_task import ModelTask
+from batchery.redis_scripts import get_database
 from batchery.settings import Settings
-from batchery.shards import list_shards
+from batchery.shards import Shard, list_shards
 from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
+from batchery_worker.brokers import open_channel
 from batchery_worker.device_pool.startup import choose_devices, find_places
 from batchery_worker.ipc.messages import JobsSetup
 
@@ -148,6 +151,8 @@ def plan_queues(
             type(task).Strategy = "batchery_worker.handing:hand_over"
     else:
         plan.is_apart = is_apart(app)
+        if plan.is_apart and has_redis_broker(app):
+            _refuse_same_redis(app)
         _plan_leases(plan, settings)
         for task in all_tasks:
             how = "forward_to_own" if task.name in plan.placed else "forward_to_devices"
@@ -184,6 +189,28 @@ def _plan_leases(plan: QueuePlan, settings: Settings) -> None:
     plan.sizes = {name + BATCHES: {name: sizes[name]} for name in sorted(plan.placed)}
     for name in app.amqp.queues.consume_from:
         plan.add(str(name))
+
+
+def _refuse_same_redis(app: Any) -> None:
+    """Refuses a Redis that is the broker by another name: jobs would go round in circles.
+
+    Raises:
+        SettingsError: It is.
+    """
+    seen = []
+    for place in (Shard(), list_shards(app)[0]):
+        try:
+            with open_channel(app, place) as channel:
+                run_id = channel.client.info("server")["run_id"]
+                seen.append((run_id, get_database(channel.pool)))
+        except (redis.RedisError, OSError):
+            # One that is away is waited for, and another one answers later.
+            return
+    if seen[0] == seen[1]:
+        raise SettingsError(
+            f"redis_url = {get_redis_url(app)!r:.60} is the app's broker by another name; unset it,"
+            " or write it as the URL of the broker is written"
+        )
 
 
 def _refuse_mixed(plan: QueuePlan) -> None:

@@ -9,13 +9,20 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 from kombu.transport.redis import Channel
 
+from batchery.broker_url import is_cluster
 from batchery.cli.app import app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.installation import get_queue_limits
+from batchery.installation import get_queue_limits, get_redis_url
 from batchery.protocol.headers import backend_prefix
 from batchery.transport.redis_schema import escape_pattern
+
+#: The tags of all shards of a cluster, as a pattern.
+ANY_TAG = "{b*}"
+
+#: What the connections to a cluster need, too.
+TOPOLOGY = " +cluster|slots +cluster|nodes"
 
 #: What any connection needs; none of it reads or writes a key. CLIENT TRACKING tells of changes to
 #: all keys, and so the ids of all jobs.
@@ -85,32 +92,41 @@ def acl(
     operator  all else: `batchery stats`, `dead`, `doctor`, `reload`, `exporter`, Flower
     """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url, with_tasks=not queues)
-    keys = name_keys(app, queues.split(",") if queues else app_queues(app))
+    names = queues.split(",") if queues else app_queues(app)
+    kinds, connect = [name_keys(app, names)], CONNECT
+    if is_cluster(get_redis_url(app)):
+        kinds.append(name_keys(app, names, in_cluster=True))
+        connect += TOPOLOGY
+        click.echo("batchery acl: load these lines on each node of the cluster", err=True)
     for role in roles or ROLES:
-        name, grants = f"batchery-{role}", (f"({each.format(**keys)})" for each in ROLES[role])
-        click.echo(f"user {name} on #SHA256-OF-{name} resetchannels {CONNECT} {' '.join(grants)}")
+        name = f"batchery-{role}"
+        grants = dict.fromkeys(f"({each.format(**keys)})" for keys in kinds for each in ROLES[role])
+        click.echo(f"user {name} on #SHA256-OF-{name} resetchannels {connect} {' '.join(grants)}")
 
 
-def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
+def name_keys(app: Celery, queues: Collection[str], *, in_cluster: bool = False) -> dict[str, str]:
     """Patterns of the app's keys and channels by what they are; connects to nothing.
 
     Args:
         app: By its settings they have their names.
         queues: All that its workers consume.
+        in_cluster: Whether the keys are those in the shards of a cluster.
 
     Raises:
-        SettingsError: Its broker is no Redis.
+        SettingsError: Its broker is no Redis, and it names no other one.
     """
     with url_errors("broker_url"):
         connection = app.connection_for_write()
-    if connection.transport.driver_type != "redis":
+    if connection.transport.driver_type != "redis" and get_redis_url(app) is None:
         raise SettingsError(
             f"access lists are Redis's, but the broker is {connection.as_uri()}; name a Redis"
         )
     with url_errors("result_backend"):
         results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
     options: dict[str, Any] = app.conf.broker_transport_options
-    p, r = _escape(options.get("global_keyprefix", "")), _escape(results.decode())
+    p = ANY_TAG if in_cluster else _escape(options.get("global_keyprefix", ""))
+    # On a cluster, a prefix has the tag of some shard.
+    r = re.sub(r"^{b\d+}", ANY_TAG, _escape(results.decode()))
     fanout = options.get("fanout_prefix", True)
     fanout = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
     channel = f"&{p}{_escape(fanout.format(db=str(connection.virtual_host).strip('/') or 0))}"

@@ -20,8 +20,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
-from batchery.broker_url import use_redis
+from batchery.broker_url import is_cluster
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError, StartError
+from batchery.installation import use_redis
+from batchery.shards import Shard, list_shards
+from batchery.transport.worker_registry import require_supported, server_info
 
 #: Serves the models of the settings.
 DEFAULT_APP = "batchery.app"
@@ -68,7 +71,8 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
 
     Args:
         path: Such as `shop` or `shop.tasks:app`.
-        redis_url: Overrides broker and result backend of the default app.
+        redis_url: Overrides broker and result backend of the default app; that of a cluster
+            overrides where its batch jobs and results are.
         with_tasks: Also import the modules of its tasks, as a worker does: they name its queues.
 
     Raises:
@@ -102,7 +106,7 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
 
 
 def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
-    """Makes sure that the app's broker answers.
+    """Makes sure that the app's broker answers, and all other places of its jobs.
 
     Args:
         app: The app.
@@ -110,10 +114,16 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
 
     Raises:
         SettingsError: The URL is none that Celery can use.
-        StartError: No broker answers. The text names the URL, without its password.
+        StartError: One does not answer. The text names the URL, without its password.
     """
+    for shard in dict.fromkeys((Shard(), *list_shards(app))):
+        check_shard(app, shard, timeout_s)
+
+
+def check_shard(app: Celery, shard: Shard, timeout_s: float = TIMEOUT_S) -> None:
+    """Makes sure that one place of jobs answers; arguments and errors as for `check_broker`."""
     with url_errors("broker_url"):
-        connection = app.connection_for_read()
+        connection = shard.connect(app)
     with connection as broker:
         is_redis = broker.transport.driver_type == "redis"
         if is_redis:
@@ -121,11 +131,17 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
             cast(dict[str, Any], broker.transport_options).update(limits)
         try:
             broker.ensure_connection(max_retries=1, interval_start=0, timeout=int(TIMEOUT_S))
+            if is_redis and not is_cluster(shard.url):
+                channel: Any = broker.default_channel
+                require_supported(server_info(channel.client, "server"))
+        except StartError:
+            raise
         except Exception as error:
             if isinstance(error.__cause__, BusyLoadingError):
                 return  # It is there, and serves once it has read its data.
             if is_redis:
-                raise _no_redis(masked(broker.as_uri(include_password=True)), error) from error
+                url = shard.url or broker.as_uri(include_password=True)
+                raise _no_redis(masked(url), error) from error
             raise StartError(f"no broker at {broker.as_uri()}: {error}") from error
 
 

@@ -12,10 +12,11 @@ from celery import Celery
 from rich import box
 from rich.table import Table
 
-from batchery.cli.app import check_broker, with_app
+from batchery.cli.app import check_shard, with_app
 from batchery.cli.console import broker_errors, printable, render
 from batchery.errors import SettingsError, counted
-from batchery.transport.dead_letters import DeadLetter, DeadLetters
+from batchery.shards import list_shards, open_shards
+from batchery.transport.dead_letters import AllDeadLetters, DeadLetter, DeadLetters
 
 #: Exit code if a named dead letter does not exist.
 NOT_FOUND = 1
@@ -41,7 +42,7 @@ def dead() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per dead letter and line.")
 def list_(*, app: Celery, as_json: bool) -> None:
     """List all dead letters, oldest first."""
-    with opened(app) as letters:
+    with open_dead_letters(app) as letters:
         found = list(letters)
     # Outside, as errors of a reader who has ended, or of a full disk, are none of the broker.
     for line in [json.dumps(asdict(each)) for each in found] if as_json else [draw(found)]:
@@ -59,7 +60,7 @@ def show(context: click.Context, *, token: str, app: Celery, as_json: bool, raw:
 
     TOKEN may be the id of its job.
     """
-    with opened(app) as letters:
+    with open_dead_letters(app) as letters:
         found = letters.get(token) or letters.get(letters.find(token) or token)
     if found is None:
         _leave_without(context, [token])
@@ -92,7 +93,7 @@ def requeue(context: click.Context, *, tokens: Sequence[str], every: bool, app: 
 
     They run like any other job, and their deaths are counted anew.
     """
-    with opened(app) as letters:
+    with open_dead_letters(app) as letters:
         chosen = _choose(letters, tokens, every)
         done = letters.requeue(chosen)
     _tell(context, "requeued", chosen, done, every)
@@ -107,7 +108,7 @@ def purge(
     context: click.Context, *, tokens: Sequence[str], every: bool, app: Celery, yes: bool
 ) -> None:
     """Delete dead letters for good."""
-    with opened(app) as letters:
+    with open_dead_letters(app) as letters:
         chosen = _choose(letters, tokens, every)
         if not yes:
             click.confirm(f"Delete {counted(len(chosen), 'dead letter')} for good?", abort=True)
@@ -116,20 +117,21 @@ def purge(
 
 
 @contextmanager
-def opened(app: Celery) -> Iterator[DeadLetters]:
-    """The dead letters of an app's broker.
+def open_dead_letters(app: Celery) -> Iterator[AllDeadLetters]:
+    """The dead letters of an app.
 
     Raises:
         SettingsError: The broker is not a Redis.
     """
-    check_broker(app)
-    with broker_errors(), app.connection_for_read() as connection:
-        letters = DeadLetters.of(connection)
-        if letters is None:
+    for shard in list_shards(app):
+        check_shard(app, shard)
+    with broker_errors(), open_shards(app) as connections:
+        letters = [each for each in map(DeadLetters.of, connections) if each is not None]
+        if not letters:
             raise SettingsError(
-                f"dead letters are kept in Redis, but the broker is {connection.as_uri()}"
+                f"dead letters are kept in Redis, but the broker is {connections[0].as_uri()}"
             )
-        yield letters
+        yield AllDeadLetters(letters)
 
 
 def draw(letters: Sequence[DeadLetter]) -> str:
@@ -179,7 +181,7 @@ def moment(seconds: float) -> str:
     return "-" if not seconds else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
 
 
-def _choose(letters: DeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:
+def _choose(letters: AllDeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:
     if every == bool(tokens):
         raise click.UsageError("give either TOKENs or --all")
     return letters.tokens() if every else list(dict.fromkeys(tokens))

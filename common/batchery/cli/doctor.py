@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import redis
@@ -17,6 +17,7 @@ from celery import Celery
 from rich import box
 from rich.table import Table
 
+from batchery.broker_url import is_cluster
 from batchery.cli.app import (
     TIMEOUT_S,
     app_options,
@@ -30,16 +31,17 @@ from batchery.cli.survey import (
     Survey,
     app_queues,
     consumed_queues,
-    open_redis,
+    open_places,
     registered_workers,
     survey,
 )
 from batchery.errors import SettingsError, StartError, counted
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.installation import Installation, get_installation
+from batchery.installation import Installation, get_installation, get_redis_url
 from batchery.queue_limits import find_destination
 from batchery.settings import nearest_name
 from batchery.task import BatchTask
+from batchery.transport.cluster import make_shard_client
 
 #: Share of Redis's memory beyond which a burst of jobs may fill it, so that publishing is refused.
 MAX_MEMORY_SHARE = 0.75
@@ -47,8 +49,14 @@ MAX_MEMORY_SHARE = 0.75
 #: Width of the table without a terminal, in characters: lines to copy are not broken.
 MIN_WIDTH = 140
 
+#: What the nodes of a cluster say of one that does not answer.
+AWAY_FLAGS = {"fail", "fail?", "noaddr"}
+
 #: Severities, and the exit code of the worst.
 SEVERITIES = {"warning": 1, "error": 2}
+
+
+T = TypeVar("T")
 
 
 class Unchecked(Exception):
@@ -71,19 +79,37 @@ class Deployment:
         self.redis_problem = ""
 
     @cached_property
-    def info(self) -> Mapping[str, Any]:
-        """What `INFO` says."""
-        return dict(self._ask_redis(lambda client: client.info()))
+    def infos(self) -> Mapping[str, Mapping[str, Any]]:
+        """What `INFO` says, by server."""
+        return self._ask_redis(lambda client: client.info())
 
-    def read_config(self, name: str) -> str:
-        """What `CONFIG GET` says of a setting of Redis."""
-        return str(self._ask_redis(lambda client: client.config_get(name))[name])
+    def read_config(self, name: str) -> Mapping[str, str]:
+        """What `CONFIG GET` says of a setting of Redis, by server."""
+        return self._ask_redis(lambda client: str(client.config_get(name)[name]))
 
-    def _ask_redis(self, ask: Callable[[Any], Any]) -> Any:
-        with open_redis(self.app) as (_, client):
-            if client is None:
-                raise Unchecked("the broker is no Redis")
-            return ask(client)
+    @cached_property
+    def nodes(self) -> Mapping[str, Mapping[str, Any]]:
+        """What `CLUSTER NODES` says, by address; empty if there is no cluster."""
+        url = get_redis_url(self.app)
+        if url is None or not is_cluster(url):
+            return {}
+        with make_shard_client(url, 0, socket_timeout=TIMEOUT_S) as client:
+            return dict(client.cluster("nodes"))
+
+    def _ask_redis(self, ask: Callable[[Any], T]) -> Mapping[str, T]:
+        """What each server with jobs answers, by how a finding about it begins."""
+        answers: dict[str, T] = {}
+        with open_places(self.app) as places:
+            for _, client, _ in places:
+                if client is not None and (name := name_server(client)) not in answers:
+                    answers[name] = ask(client)
+        if not answers:
+            raise Unchecked("the broker is no Redis")
+        return answers if len(answers) > 1 else {"": next(iter(answers.values()))}
+
+    def is_away(self, node: str) -> bool:
+        """Whether a node of a cluster does not answer the others."""
+        return not AWAY_FLAGS.isdisjoint(self.nodes[node]["flags"].split(","))
 
     @cached_property
     def registered(self) -> list[Any]:
@@ -112,6 +138,15 @@ class Deployment:
     def batch_tasks(self) -> list[Any]:
         """The batch tasks of the app."""
         return [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
+
+
+def name_server(client: Any) -> str:
+    """How a finding begins that is about one of several servers."""
+    given = client.connection_pool.connection_kwargs
+    host, port = given.get("host"), given.get("port")
+    if "cluster" in given:
+        host, port = given["cluster"].find_node(given["slot"])
+    return f"{host}:{port}: "
 
 
 #: Finds what is wrong, in words.
@@ -188,9 +223,10 @@ def find_no_redis(on: Deployment) -> Iterator[str]:
 )
 def find_eviction(on: Deployment) -> Iterator[str]:
     """A `maxmemory-policy` other than `noeviction`."""
-    policy, evicted = on.info["maxmemory_policy"], on.info["evicted_keys"]
-    if policy != "noeviction":
-        yield f"maxmemory-policy is {policy}; {evicted:,} keys were evicted since Redis started"
+    for server, info in on.infos.items():
+        policy, evicted = info["maxmemory_policy"], f"{info['evicted_keys']:,} keys were evicted"
+        if policy != "noeviction":
+            yield f"{server}maxmemory-policy is {policy}; {evicted} since Redis started"
 
 
 @check(
@@ -199,8 +235,9 @@ def find_eviction(on: Deployment) -> Iterator[str]:
 )
 def find_lost_on_restart(on: Deployment) -> Iterator[str]:
     """Neither an append-only file nor snapshots."""
-    if not on.info["aof_enabled"] and not on.read_config("save"):
-        yield "appendonly is no, and save is empty"
+    without = [server for server, info in on.infos.items() if not info["aof_enabled"]]
+    saves = on.read_config("save") if without else {}
+    yield from (f"{each}appendonly is no, and save is empty" for each in without if not saves[each])
 
 
 @check(
@@ -209,11 +246,33 @@ def find_lost_on_restart(on: Deployment) -> Iterator[str]:
 )
 def find_full_memory(on: Deployment) -> Iterator[str]:
     """More than three quarters of Redis's memory in use."""
-    # Some managed servers do not say what their machine has.
-    limit = on.info["maxmemory"] or on.info.get("total_system_memory", 0)
-    if on.info["used_memory"] > MAX_MEMORY_SHARE * limit > 0:
-        share = on.info["used_memory"] / limit
-        yield f"Redis uses {share:.0%} of its memory, which is {limit / 2**20:,.0f} MiB"
+    for server, info in on.infos.items():
+        # Some managed servers do not say what their machine has.
+        limit = info["maxmemory"] or info.get("total_system_memory", 0)
+        if info["used_memory"] > MAX_MEMORY_SHARE * limit > 0:
+            share, size_mib = info["used_memory"] / limit, limit / 2**20
+            yield f"{server}Redis uses {share:.0%} of its memory, which is {size_mib:,.0f} MiB"
+
+
+@check(
+    *("cluster-node-away", "warning", "its data have one copy less"),
+    "redis-cli -u redis://HOST:PORT CLUSTER NODES  # start it again, or have all forget it",
+)
+def find_node_away(on: Deployment) -> Iterator[str]:
+    """A node of a cluster that the others do not reach."""
+    yield from (f"node {each} does not answer" for each in on.nodes if on.is_away(each))
+
+
+@check(
+    *("cluster-no-replica", "warning", "if it dies, its jobs and results wait until it is back"),
+    "redis-cli --cluster add-node NEW_HOST:PORT HOST:PORT --cluster-slave",
+)
+def find_no_replica(on: Deployment) -> Iterator[str]:
+    """A node of a cluster without a replica."""
+    followed = {node["master_id"] for name, node in on.nodes.items() if not on.is_away(name)}
+    for name, node in on.nodes.items():
+        if node["slots"] and node["node_id"] not in followed:
+            yield f"node {name} has no replica"
 
 
 # Workers and queues
@@ -311,9 +370,10 @@ def doctor(
 ) -> None:
     """Check a deployment, running or planned, and say how to mend what is wrong.
 
-    Looks at the broker's Redis, the app's settings, the workers that live, and this machine; so run
-    it where workers run. It changes nothing. A check that could not be made, because Redis forbids
-    a command or no worker answers, says why, and does not count. docs/doctor.md lists all checks.
+    Looks at each Redis with jobs, the app's settings, the workers that live, and this machine; so
+    run it where workers run. It changes nothing. A check that could not be made, because Redis
+    forbids a command or no worker answers, says why, and does not count. docs/doctor.md lists all
+    checks.
 
     \b
     Exit codes:

@@ -11,9 +11,9 @@ from celery import Celery
 
 from batchery.cli.app import check_backend, check_broker, timeout_option, with_app
 from batchery.cli.console import AWAY, broker_errors, describe, printable
+from batchery.cli.dead_letters import open_dead_letters
 from batchery.cli.survey import PATIENCE_S, ask_workers, find_workers, registered_workers
 from batchery.errors import StartError
-from batchery.transport.dead_letters import DeadLetters
 
 #: Exit codes of `batchery explain`.
 SUCCEEDED, FAILED, UNFINISHED, UNKNOWN = 0, 1, 3, 4
@@ -166,11 +166,8 @@ def find(app: Celery, task_id: str, timeout_s: float = PATIENCE_S) -> JobStatus:
 def _with_dead_letter(app: Celery, job: JobStatus) -> JobStatus:
     """Names the dead letter of a job, if there is one, and its broker answers."""
     token = None
-    with suppress(StartError, *AWAY):
-        check_broker(app)
-        with app.connection_for_read() as connection:
-            letters = DeadLetters.of(connection)
-            token = None if letters is None else letters.find(job.task_id)
+    with suppress(StartError, *AWAY), open_dead_letters(app) as letters:
+        token = letters.find(job.task_id)
     if token is None:
         return job
     text = f"{job.text}; its message is a dead letter, see `batchery dead show {token}`"

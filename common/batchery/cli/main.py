@@ -26,6 +26,7 @@ PLACES = {
     "explain": "batchery.cli.explain:explain",
     "exporter": "batchery.operations.exporter:exporter",
     "key": "batchery_producer.cli.serve:key",
+    "purge": "batchery.cli.purge:purge",
     "reload": "batchery.cli.control:reload",
     "serve": "batchery_producer.cli.serve:serve",
     "stats": "batchery.cli.stats:stats",

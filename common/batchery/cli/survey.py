@@ -1,11 +1,12 @@
 """What workers do and serve, and what waits in queues, at one moment."""
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
 import redis
@@ -19,6 +20,7 @@ from batchery.protocol.commands import FIGURES
 from batchery.protocol.figures import WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
+from batchery.shards import Shard, list_shards, shard_of
 from batchery.task import BatchTask
 from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
@@ -36,7 +38,7 @@ MAX_NAMED = 8
 
 
 class RedisMemory(NamedTuple):
-    """How full the broker's Redis is."""
+    """How full a Redis is."""
 
     #: What its data take; its `maxmemory`, or 0; and how many keys it has evicted since its start.
     used_bytes: int
@@ -59,7 +61,8 @@ class Survey:
         leased: Messages that live workers hold, by queue; none where the broker is not a Redis.
         scheduled: How many messages wait for their time, beside their queues; None if the broker is
             not a Redis.
-        memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
+        memory: That of the Redis, or of the fullest one; None if there is none, or it keeps `INFO`
+            from this user.
         is_asked: Whether workers were asked for their figures.
         unserved: Queues with jobs that no worker consumes, as far as workers say what they do.
     """
@@ -125,7 +128,7 @@ def survey(
     *,
     asks: bool = True,
 ) -> Survey:
-    """Asks the workers that live, by what Redis knows, then the broker.
+    """Asks the workers that live, by what Redis knows, then all places of jobs.
 
     Any other worker would log an error each time that it is asked. Other brokers than Redis know no
     workers; there, all are asked for their tasks first.
@@ -136,8 +139,9 @@ def survey(
         queues: Names of queues that are looked into, whether a worker consumes them or not.
         asks: Whether workers are asked at all.
     """
-    with broker_errors(), open_redis(app) as (connection, client):
-        registered = _read_registered(connection, client)
+    with broker_errors(), open_places(app) as places:
+        by_place = [_read_registered(place) for place in places]
+        registered = _join(by_place)
         names = find_workers(app, registered) if asks else set[str]()
         answers = ask_workers(app, FIGURES, timeout_s, names)
         silent = {"error": f"lives, and has not answered within {timeout_s:g} s"}
@@ -147,24 +151,26 @@ def survey(
         consumed.update(*(each.get("queues", ()) for each in answers.values()))
         known = {*queues, *chain.from_iterable(each.queues or () for each in registered.values())}
         # Leases first: what goes back meanwhile is counted twice for a moment, never overlooked.
-        orphaned = _find_orphaned(connection, client, registered)
+        orphaned = dict[str, Waiting]()
+        for place, found in zip(places, by_place, strict=True):
+            _add_orphaned(orphaned, place, found)
         waiting = {
-            name: _look_into(connection, name).add(orphaned.get(name, Waiting(0)))
+            name: _look_into(app, places, name).add(orphaned.get(name, Waiting(0)))
             for name in sorted(known | consumed | set(orphaned))
         }
-        leased = dict.fromkeys(waiting, 0) if client is not None else {}
+        servers = [place for place in places if place.client is not None]
+        leased = dict.fromkeys(waiting, 0) if servers else {}
         for worker in live:
             for queue, count in worker.leased.items():
                 leased[queue] = leased.get(queue, 0) + count
-        letters = DeadLetters.of(connection)
         return Survey(
             workers,
             {name: each.jobs for name, each in waiting.items()},
-            None if letters is None else len(letters),
+            sum(len(DeadLetters(*place[1:])) for place in servers) if servers else None,
             {name: each.oldest_s for name, each in waiting.items()},
             leased,
-            None if client is None else _count_later(connection, client, waiting),
-            None if client is None else _read_memory(client),
+            sum(_count_later(place, waiting) for place in servers) if servers else None,
+            _find_memory(servers),
             is_asked=asks,
             unserved={name for name, each in waiting.items() if each.jobs} - consumed,
         )
@@ -175,8 +181,8 @@ def survey(
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
     """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
-    with open_redis(app) as opened:
-        return _read_registered(*opened)
+    with open_places(app) as places:
+        return _join(map(_read_registered, places))
 
 
 def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set[str]:
@@ -191,7 +197,8 @@ def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set
         each for each in registered.values() if not each.is_dead and each.queues != {JOBS_QUEUE}
     ]
     names = {each.name for each in live if each.name is not None}
-    if len(names) < len(live) or app.connection_for_read().transport.driver_type != "redis":
+    driver = list_shards(app)[0].connect(app).transport.driver_type
+    if driver != "redis" or any(each.name is None for each in live):
         batch = {name for name, task in app.tasks.items() if isinstance(task, BatchTask)}
         found = registered_tasks(app, DISCOVERY_S)
         names |= {name for name, tasks in found.items() if not batch.isdisjoint(tasks)}
@@ -275,72 +282,107 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
     Raises:
         redis.RedisError: Redis does not answer, or refuses this user.
     """
-    with app.connection_for_read() as connection:
-        return {name: _count_messages(connection, name) for name in sorted(names)}
+    with open_places(app) as places:
+        return {
+            name: sum(_count_messages(each[0], name) for each in choose_places(app, places, name))
+            for name in sorted(names)
+        }
+
+
+class Place(NamedTuple):
+    """A place of jobs: a shard, or the app's broker."""
+
+    #: Of kombu.
+    connection: Any
+    #: That shares it; None if it is no Redis.
+    client: Any
+    #: Kombu's key prefix.
+    prefix: str
 
 
 @contextmanager
-def open_redis(app: Celery) -> Iterator[tuple[Any, Any]]:
-    """A connection to the app's broker, and a client that shares it; that is None if no Redis."""
-    with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        is_redis = isinstance(channel, kombu_redis.Channel)
-        yield connection, redis.Redis(connection_pool=channel.pool) if is_redis else None
+def open_places(app: Celery) -> Iterator[Sequence[Place]]:
+    """All places of an app's jobs: its shards in order, then its broker if that is none of them.
+
+    Raises:
+        OperationalError: One does not answer; kombu's error.
+    """
+    places = []
+    with ExitStack() as stack:
+        for shard in dict.fromkeys((*list_shards(app), Shard())):
+            connection = stack.enter_context(shard.connect(app))
+            channel: Any = connection.default_channel
+            is_redis = isinstance(channel, kombu_redis.Channel)
+            client = redis.Redis(connection_pool=channel.pool) if is_redis else None
+            places.append(Place(connection, client, channel.global_keyprefix if is_redis else ""))
+        yield places
 
 
-def _read_registered(connection: Any, client: Any) -> Mapping[str, RegisteredWorker]:
-    if client is None:
-        return {}
-    return LiveWorkers(client, connection.default_channel.global_keyprefix).registered()
+def choose_places(app: Celery, places: Sequence[Place], queue: str) -> Sequence[Place]:
+    """Those where messages of a queue may be: its shard, and the broker, which is the last."""
+    return [places[number] for number in {shard_of(app, queue).number, len(places) - 1}]
 
 
-def _read_memory(client: Any) -> RedisMemory | None:
+def _read_registered(place: Place) -> Mapping[str, RegisteredWorker]:
+    return {} if place.client is None else LiveWorkers(place.client, place.prefix).registered()
+
+
+def _join(by_place: Iterable[Mapping[str, RegisteredWorker]]) -> Mapping[str, RegisteredWorker]:
+    return dict(chain.from_iterable(each.items() for each in by_place))
+
+
+def _find_memory(servers: Sequence[Place]) -> RedisMemory | None:
+    """The memory of the fullest one."""
+    found = [each for each in map(_read_memory, servers) if each is not None]
+    return max(found, key=lambda each: each.used_bytes / (each.max_bytes or inf), default=None)
+
+
+def _read_memory(place: Place) -> RedisMemory | None:
     try:
-        info = {**client.info("memory"), **client.info("stats")}
+        info = {**place.client.info("memory"), **place.client.info("stats")}
     except redis.ResponseError:
         return None
     return RedisMemory(info["used_memory"], info["maxmemory"], info["evicted_keys"])
 
 
-def _find_orphaned(
-    connection: Any, client: Any, registered: Mapping[str, RegisteredWorker]
-) -> dict[str, Waiting]:
-    """What dead workers hold, by queue: it waits until a worker that lives gives it back.
+def _add_orphaned(
+    found: dict[str, Waiting], place: Place, registered: Mapping[str, RegisteredWorker]
+) -> None:
+    """Adds what dead workers hold, by queue: it waits until a worker that lives gives it back.
 
     Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
     there may be older jobs.
     """
-    found: dict[str, Waiting] = {}
     for worker, known in registered.items():
         if not known.is_dead:
             continue
-        prefix = connection.default_channel.global_keyprefix
         # One after the other: no command may have Redis for long.
-        key = [Keys(prefix).lease(worker)]
-        held, *lists = transport_scripts(client).run("count_leased", key)
+        key = [Keys(place.prefix).lease(worker)]
+        held, *lists = transport_scripts(place.client).run("count_leased", key)
         rows = zip(lists[::3], lists[1::3], lists[2::3], strict=True)
-        parts = [(find_queue(key.decode(), prefix), n, sent_at) for key, n, sent_at in rows]
+        parts = [(find_queue(key.decode(), place.prefix), n, sent_at) for key, n, sent_at in rows]
         read = sum(n for _, n, _ in parts)
         for queue, n, sent_at in parts:
             waiting = Waiting.read(round(held * n / read), sent_at)
             found[queue] = found.get(queue, Waiting(0)).add(waiting)
-    return found
 
 
-def _count_later(connection: Any, client: Any, queues: Iterable[str]) -> int:
+def _count_later(place: Place, queues: Iterable[str]) -> int:
     """How many messages wait beside some queues for their time."""
-    prefix = connection.default_channel.global_keyprefix
-    with client.pipeline(transaction=False) as pipe:
+    with place.client.pipeline(transaction=False) as pipe:
         for queue in queues:
             for name in later_sets(queue):
-                pipe.zcard(f"{prefix}{name}")
+                pipe.zcard(f"{place.prefix}{name}")
         return sum(pipe.execute())
 
 
-def _look_into(connection: Any, name: str) -> Waiting:
+def _look_into(app: Celery, places: Sequence[Place], name: str) -> Waiting:
     """What waits in a queue, without what a worker holds; elsewhere than in Redis, how much."""
-    found = look_into(connection.default_channel, name, range(LOWEST_PRIORITY + 1))
-    return Waiting(_count_messages(connection, name)) if found is None else found
+    waiting = Waiting(0)
+    for connection, *_ in choose_places(app, places, name):
+        found = look_into(connection.default_channel, name, range(LOWEST_PRIORITY + 1))
+        waiting = waiting.add(found or Waiting(_count_messages(connection, name)))
+    return waiting
 
 
 def _count_messages(connection: Any, name: str) -> int:

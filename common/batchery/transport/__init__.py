@@ -11,6 +11,7 @@ import kombu.transport
 import redis
 from kombu.transport import redis as kombu_redis
 
+from batchery.errors import SettingsError
 from batchery.transport.channel import Channel, ClusterChannel, SentinelChannel
 
 __all__ = [
@@ -40,8 +41,16 @@ class Transport(_Transport):  # type: ignore[misc]
         """Connects.
 
         Raises:
+            SettingsError: Its URL is that of a cluster.
             redis.ConnectionError: No server answers; or it takes no writes, and must.
         """
+        # Kombu takes `redis+cluster://` for its Redis transport, with the rest as a host.
+        if str(self.client.hostname).startswith("cluster://"):
+            raise SettingsError(
+                "broker_url is a Redis Cluster, which cannot be Celery's broker; set"
+                " batchery_redis_url to it (BATCHERY_REDIS_URL), and broker_url to a broker that"
+                " Celery knows (CELERY_BROKER_URL)"
+            )
         connection = super().establish_connection()
         if self.client.transport_options.get(NEEDS_WRITES):
             try:

@@ -165,7 +165,8 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
             for key in lists_of(self, queue):
                 pipe.llen(key).delete(key)
             for key in later_sets(queue):
-                pipe.zcard(key).delete(key)
+                # Kombu's client does not know that this command takes a key.
+                pipe.zcard(f"{self.global_keyprefix}{key}").delete(key)
             return sum(pipe.execute()[::2])
 
     def _get(self, queue: str) -> Any:

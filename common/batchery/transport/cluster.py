@@ -28,6 +28,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from batchery.broker_url import read_cluster_url
+from batchery.errors import RedisUnavailable
 
 #: Number of shards of a cluster. With more of them than there are nodes, nodes have about the same.
 SHARDS = 16
@@ -83,6 +84,7 @@ class Cluster:
 
         Raises:
             redis.ConnectionError: No node answers, or none has the slot.
+            RedisUnavailable: It is no cluster.
         """
         try:
             manager = self._manager
@@ -92,6 +94,11 @@ class Cluster:
             node = manager.get_node_from_slot(slot)
         except (RedisClusterException, SlotNotCoveredError) as error:
             self._is_stale = True
+            # redis-py has no other word for it.
+            if "Cluster mode is not enabled" in str(error):
+                raise RedisUnavailable(
+                    f"the Redis at {self} is no cluster; write its URL as redis://HOST:PORT/0"
+                ) from error
             raise redis.ConnectionError(f"the cluster at {self}: {error}") from error
         return node.host, node.port
 

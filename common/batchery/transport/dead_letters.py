@@ -1,10 +1,12 @@
 """Dead letters: messages that nobody can execute, kept for people to look at."""
 
 import base64
+import heapq
 import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import redis
@@ -139,6 +141,39 @@ class DeadLetters:
         except (ValueError, TypeError, LookupError, RecursionError):
             shown = value[:MAX_REASON_CHARS].decode(errors="backslashreplace")
             return DeadLetter(token, f"this is no dead letter: {shown}", 0.0, None, None, "-")
+
+
+class AllDeadLetters:
+    """Those of several databases, as `DeadLetters` has those of one: tokens are all different."""
+
+    def __init__(self, parts: Sequence[DeadLetters]) -> None:
+        """Asks Redis nothing yet."""
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[DeadLetter]:
+        """All dead letters, about oldest first."""
+        return heapq.merge(*self._parts, key=lambda letter: letter.died_s)
+
+    def get(self, token: str) -> tuple[DeadLetter, bytes] | None:
+        """A dead letter with its message; None if there is none."""
+        return next(filter(None, (part.get(token) for part in self._parts)), None)
+
+    def find(self, task_id: str) -> str | None:
+        """The token of a job's dead letter."""
+        tokens = [letter.token for letter in self if letter.id == task_id]
+        return tokens[-1] if tokens else None
+
+    def tokens(self) -> list[str]:
+        """Tokens of all dead letters."""
+        return list(chain.from_iterable(part.tokens() for part in self._parts))
+
+    def requeue(self, tokens: Sequence[str]) -> list[str]:
+        """Moves messages to the end of their queues."""
+        return list(chain.from_iterable(part.requeue(tokens) for part in self._parts))
+
+    def purge(self, tokens: Sequence[str]) -> list[str]:
+        """Deletes dead letters for good."""
+        return list(chain.from_iterable(part.purge(tokens) for part in self._parts))
 
 
 def _rank(token: str) -> tuple[bool, int, str]:

@@ -15,6 +15,7 @@ from redis.retry import Retry
 from batchery.redis_scripts import get_database
 from batchery.transport import Transport
 from batchery.transport.channel import DeviceQueueChannel
+from batchery.transport.cluster import SlotMoved
 from batchery.transport.redis_schema import REPLIES_CLIENT, WORKER_CLIENT, Keys
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
@@ -88,7 +89,7 @@ class LiveWorkers:
             return None
         channel = connection.default_channel
         client = channel._make_separate_client(timeout_s)
-        client.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
+        client.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 2, (SlotMoved,))
         return cls(client, channel.global_keyprefix, channel.unacked_index_key)
 
     def registered(self) -> Mapping[str, RegisteredWorker]:

@@ -12,11 +12,12 @@ from typing import Any
 import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
-from kombu.transport import redis as kombu_redis
+from kombu.transport.redis import Transport
 from redis.exceptions import NoPermissionError
 
 from batchery.errors import RedisUnavailable
 from batchery.retry import RetryPolicy
+from batchery.shards import Shard, shard_of
 from batchery.transport.redis_schema import Keys, lists_of
 
 #: Number of messages that are read from Redis at a time.
@@ -56,15 +57,18 @@ def find_in_flight(
 
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
-    with app.connection_for_read() as connection:
-        if not issubclass(connection.get_transport_cls(), kombu_redis.Transport):
-            # The queues of other brokers cannot be searched, so their jobs are sent again.
-            return
-        limits: Any = connection.transport_options
-        limits["socket_timeout"] = limits.get("socket_timeout") or COMMAND_S
-        channel: Any = connection.default_channel
-        for message in _messages(channel, queue):
-            yield from (found.decode() for found in pattern.findall(message))
+    # Jobs of ordinary tasks are with the broker.
+    places = [shard.connect(app) for shard in dict.fromkeys((shard_of(app, queue), Shard()))]
+    # The queues of other brokers cannot be searched, so their jobs are sent again.
+    servers = [each for each in places if issubclass(each.get_transport_cls(), Transport)]
+    if not servers:
+        return
+    for connection in servers:
+        with connection:
+            limits: Any = connection.transport_options
+            limits["socket_timeout"] = limits.get("socket_timeout") or COMMAND_S
+            for message in _messages(connection.default_channel, queue):
+                yield from (found.decode() for found in pattern.findall(message))
     # Jobs of ordinary tasks are in no list of Redis while they run.
     active = app.control.inspect(timeout=ASK_S).active() or {}
     ids = json.dumps([each.get("id") for jobs in active.values() for each in jobs])

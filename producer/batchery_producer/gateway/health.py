@@ -7,20 +7,22 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from batchery.cli.app import TIMEOUT_S, check_broker
+from batchery.cli.app import TIMEOUT_S, check_shard
 from batchery.cli.survey import Survey, survey
 from batchery.errors import StartError
 from batchery.operations.exporter import ClusterWatch
 from batchery.protocol.figures import WorkerFigures
+from batchery.shards import list_shards, open_shards
 from batchery.transport.live_workers import LiveWorkers
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
@@ -61,7 +63,8 @@ class Health:
         self._alone: set[str] = set()
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
-        self._workers: LiveWorkers | None = None
+        #: Of each shard; None before it answers.
+        self._workers: Sequence[LiveWorkers] | None = None
         # Of its own: threads that others share may all wait for Redis.
         self._thread = ThreadPoolExecutor(1, "batchery-health")
 
@@ -108,12 +111,15 @@ class Health:
     def _find_alone(self) -> set[str]:
         """The queues that nobody consumes."""
         if self._workers is None:
-            check_broker(self._app)
-            with self._app.connection_for_read() as connection:
-                self._workers = LiveWorkers.of(connection, TIMEOUT_S)
-            if self._workers is None:
+            for shard in list_shards(self._app):
+                check_shard(self._app, shard)
+            with open_shards(self._app) as connections:
+                found = [LiveWorkers.of(connection, TIMEOUT_S) for connection in connections]
+            if None in found:
                 return set()  # Other brokers do not say who consumes.
-        live = [each for each in self._workers.registered().values() if not each.is_dead]
+            self._workers = [each for each in found if each is not None]
+        registered = chain.from_iterable(each.registered().values() for each in self._workers)
+        live = [each for each in registered if not each.is_dead]
         now_s = time.monotonic()
         is_blind = now_s - self._looked_s > MAX_GAP_S or any(each.queues is None for each in live)
         consumed = set[str]().union(*(each.queues or () for each in live))
@@ -122,7 +128,9 @@ class Health:
             if is_blind or queue in consumed:
                 self._seen_s[queue] = now_s
         alone = {queue for queue, at_s in self._seen_s.items() if now_s - at_s > self._grace_s}
-        return set() if alone and self._workers.may_be_others() else alone
+        # Workers without leases cannot use a cluster.
+        is_one = len(self._workers) == 1
+        return set() if alone and is_one and self._workers[0].may_be_others() else alone
 
 
 # What workers do: asked only while somebody wants to know, for the page and for Prometheus

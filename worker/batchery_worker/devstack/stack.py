@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+from batchery.broker_url import is_cluster
 from batchery.cli.app import DEFAULT_APP, check_redis
-from batchery.errors import StartError
+from batchery.errors import SettingsError, StartError
 from batchery.settings import Settings
 from batchery_worker.devstack.guarded_process import GuardedProcess, python_command
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
@@ -150,6 +151,11 @@ class Stack:
         self.stop()
 
     def _start_redis(self) -> None:
+        if is_cluster(self.redis_url):
+            raise SettingsError(
+                "a cluster needs a broker beside it; name one in CELERY_BROKER_URL, and start"
+                " `celery worker` and `batchery serve` by themselves"
+            )
         if self.redis_url:
             check_redis(self.redis_url)
             return
@@ -195,14 +201,14 @@ class Stack:
         remove: Path | None = None,
     ) -> None:
         # They outrank the app's code. A default app's results may be kept elsewhere.
-        backend = "BATCHERY_REDIS_URL" if self.app == DEFAULT_APP else "CELERY_RESULT_BACKEND"
+        backend = () if self.app == DEFAULT_APP else ("CELERY_RESULT_BACKEND",)
         self.processes[name] = GuardedProcess(
             [*python_command(), "-m", module, *arguments],
             env={
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 **(variables or {}),
-                **dict.fromkeys((*BROKERS, backend), self.redis_url),
+                **dict.fromkeys((*BROKERS, "BATCHERY_REDIS_URL", *backend), self.redis_url),
             },
             remove=remove,
             on_line=partial(self.on_line, name),

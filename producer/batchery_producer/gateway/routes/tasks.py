@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Annotated, Any, Self
 
 from celery import states, uuid
@@ -25,7 +24,7 @@ from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.gateway.store import TaskRecord, TaskState, has_ended, to_json
 from batchery_producer.gateway.webhooks import TASK, find_target
-from batchery_producer.publisher import is_known
+from batchery_producer.publisher import is_known, send_one
 from batchery_producer.request_fields import RequestBody
 
 router = APIRouter(tags=["tasks"], route_class=JsonRoute)
@@ -192,10 +191,8 @@ def _publish(request: Request, record: TaskRecord, body: TaskRequest) -> None:
         args, to = [body.webhook, asdict(record)], {"queue": JOBS_QUEUE}
         callback = gateway.app.signature(TASK, args=args, immutable=True, options=to)
         options |= {"link": [callback], "link_error": [callback]}
-    known: Any = gateway.app.tasks.get(name)
-    send: Any = partial(gateway.app.send_task, name) if known is None else known.apply_async
     try:
-        send(*body.arguments, **with_tenant(options, caller.tenant))
+        send_one(gateway.app, name, *body.arguments, **with_tenant(options, caller.tenant))
     except (BatchArgumentError, EncodeError, TypeError) as error:
         # Celery compares the keywords with the signature of a task that it knows.
         raise Problem(Kind.INVALID, f"{name}: {error}") from error

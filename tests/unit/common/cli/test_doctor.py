@@ -16,6 +16,7 @@ from batchery.transport.live_workers import RegisteredWorker
 
 NAME = "w@here"
 
+
 INFO = {
     "maxmemory_policy": "noeviction",
     "evicted_keys": 0,
@@ -51,7 +52,7 @@ def make_deployment(app: Celery | None = None, **facts: Any) -> Deployment:
     """A deployment in which nothing is wrong, but for these facts."""
     on = Deployment(app or make_app())
     healthy = {
-        "info": INFO,
+        "infos": {"": facts.pop("info", INFO)},
         "registered": [register()],
         "consumed": {NAME: {"celery"}},
         "survey": make_survey(),
@@ -88,6 +89,11 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
             "Redis uses 91% of its memory, which is 110 MiB",
         ),
         (
+            "redis-eviction",
+            {"infos": {"a:1: ": INFO, "b:2: ": INFO | {"maxmemory_policy": "allkeys-lru"}}},
+            "b:2: maxmemory-policy is allkeys-lru; 0 keys were evicted since Redis started",
+        ),
+        (
             "worker-none",
             {"registered": [], "consumed": {}, "survey": make_survey(workers={}, queues={})},
             "no worker answers, and none is registered",
@@ -115,13 +121,33 @@ def test_each_check_says_what_it_found(check: str, facts: dict[str, Any], text: 
     assert found["unchecked"] == {}
 
 
+def make_node(name: str, flags: str, master: str = "-") -> dict[str, Any]:
+    """A node of a cluster, as redis-py reads CLUSTER NODES."""
+    slots = [] if master != "-" else [["0", "8191"]]
+    return {"node_id": name, "flags": flags, "master_id": master, "slots": slots}
+
+
+def test_nodes_that_are_away_or_have_no_replica_are_found() -> None:
+    nodes = {
+        "a:1": make_node("a", "myself,master"),
+        "a:2": make_node("a2", "slave", "a"),
+        "b:1": make_node("b", "master"),
+        "b:2": make_node("b2", "slave,fail?", "b"),
+    }
+    found = look(make_deployment(nodes=nodes))["findings"]
+    assert [(each["check"], each["found"]) for each in found] == [
+        ("cluster-node-away", "node b:2 does not answer"),
+        ("cluster-no-replica", "node b:1 has no replica"),
+    ]
+
+
 def test_worker_whose_name_is_not_known_yet_may_be_any() -> None:
     assert look(make_deployment(registered=[register(None)]))["findings"] == []
 
 
 def test_redis_that_writes_nothing_to_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(save: str) -> list[str]:
-        monkeypatch.setattr(Deployment, "read_config", lambda *_: save)
+        monkeypatch.setattr(Deployment, "read_config", lambda *_: {"": save})
         found = look(make_deployment(info=INFO | {"aof_enabled": 0}))["findings"]
         return [each["check"] for each in found]
 
