@@ -5,11 +5,13 @@ of the group's. So the scripts of Celery and of ours work on them as they do on 
 """
 
 import time
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from celery import Celery
 from celery.backends.redis import RedisBackend
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
 
 from batchery.broker_url import is_cluster, read_cluster_url
 from batchery.cluster_client import ClusterClient, ShardPools
@@ -18,6 +20,9 @@ from batchery.transport.cluster import find_shard, list_tags, slot_options
 #: How often results are looked for that are awaited, in seconds: what a node announces that dies
 #: just then may reach no other one.
 LOOK_S = 2.0
+
+#: How often a command is tried again, with pauses of at most a second: for seven seconds.
+FAILOVER_TRIES = 10
 
 _Backend: Any = RedisBackend
 _Consumer: Any = _Backend.ResultConsumer
@@ -42,6 +47,13 @@ class ClusterBackend(_Backend):  # type: ignore[misc]
     """Results on a cluster. User, password and TLS are read from its URL alone."""
 
     ResultConsumer = ClusterResultConsumer
+
+    @cached_property
+    def client(self) -> ClusterClient:
+        """The client of all threads, which waits while a node's replica takes its place."""
+        retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), FAILOVER_TRIES)
+        made: ClusterClient = self._create_client(**{**self.connparams, "retry": retry})
+        return made
 
     def _params_from_url(self, url: str, defaults: dict[str, Any]) -> dict[str, Any]:
         _, options = read_cluster_url(url)

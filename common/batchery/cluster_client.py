@@ -85,9 +85,8 @@ class ClusterClient(_Redis):  # type: ignore[misc]
     def execute_command(self, *command: Any, **options: Any) -> Any:
         """Sends a command to its shard."""
         tag = next(filter(None, map(find_tag, command)), b"")
-        if tag in self.shards:
-            return self.shards[tag].execute_command(*command, **options)
-        return super().execute_command(*command, **options)
+        shard: Any = self.shards.get(tag, super())
+        return shard.execute_command(*command, **options)
 
     def mget(self, keys: Iterable[Any]) -> list[Any]:
         """The values of keys; None for each that is not there."""

@@ -144,7 +144,9 @@ class RetryingRedis:
             self._scripts = result_scripts(self.client)
         return self._scripts
 
-    def attempt(self, command: Callable[["RetryingRedis"], T], lease_key: str | bytes) -> tuple[T, int]:
+    def attempt(
+        self, command: Callable[["RetryingRedis"], T], lease_key: str | bytes
+    ) -> tuple[T, int]:
         """Has a command obeyed, as `send` does, and waits for that."""
         return self.send(lambda server: partial(command, server), lease_key)()
 
@@ -156,8 +158,8 @@ class RetryingRedis:
         Args:
             command: Sends it, and returns what reads the answer; it may be sent again although the
                 server has obeyed already.
-            lease_key: HASH of the worker's leases, or another key of that server that has no text, for a
-                write that changes nothing.
+            lease_key: HASH of the worker's leases, for a write that changes nothing; in a cluster
+                another key of the shard.
 
         Returns:
             Reads the answer, and the number of failed attempts before it; waits as long as the
