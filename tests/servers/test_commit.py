@@ -49,7 +49,12 @@ class House:
         self.results: Any = redis.Redis.from_url(server.url)
         self.leases = redis.Redis.from_url(f"{self.broker.url[:-1]}{broker_db}")
         self.store: Any = SimpleNamespace(
-            worker="me", keys=Keys(), lease_key=LEASES, db=broker_db, client=self.leases
+            worker="me",
+            keys=Keys(),
+            lease_key=LEASES,
+            db=broker_db,
+            client=self.leases,
+            shard=0,
         )
         self.pauses: list[float] = []
         self.waits = 0
