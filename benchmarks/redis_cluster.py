@@ -303,8 +303,8 @@ class RedisCluster:
         source = self.primary_of(slot)
         if source is to:
             return
-        self.ask(to, "CLUSTER SETSLOT", slot, "IMPORTING", self.id_of(source))
-        self.ask(source, "CLUSTER SETSLOT", slot, "MIGRATING", self.id_of(to))
+        self._set_slot(to, slot, "IMPORTING", source)
+        self._set_slot(source, slot, "MIGRATING", to)
         # redis-py would make texts of keys, which need not be any.
         listing, target = ("CLUSTER", "GETKEYSINSLOT", slot, 100), ("127.0.0.1", to.port, "", 0)
         with closing(redis.Redis.from_url(source.url)) as client:
@@ -313,7 +313,17 @@ class RedisCluster:
         for node in (to, source, *self.nodes):
             # A new one has no slots yet.
             if node is to or self.is_primary(node):
-                self.ask(node, "CLUSTER SETSLOT", slot, "NODE", self.id_of(to))
+                self._set_slot(node, slot, "NODE", to)
+
+    def _set_slot(self, node: Node, slot: int, what: str, other: Node) -> None:
+        """Tells a node of a slot, which may not have heard yet that another one is a primary."""
+
+        def is_told() -> bool:
+            with suppress(redis.ResponseError):
+                return bool(self.ask(node, "CLUSTER SETSLOT", slot, what, self.id_of(other)))
+            return False
+
+        wait_for(is_told, f"slot {slot} is {what}")
 
 
 def find_cluster_server() -> Path | None:
