@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from celery import Celery
 
 from batchery.broker_url import check_broker_url, find_database, is_cluster
+from batchery.cluster_backend import use_cluster_results
 from batchery.errors import SettingsError, StartError
 from batchery.media_settings import MediaSettings
 from batchery.queue_limits import QueueLimits
@@ -104,6 +105,7 @@ def use_redis(app: Celery, url: str) -> None:
         check_broker_url(url)
     except ValueError as error:
         raise SettingsError(f"the URL of Redis: {error}") from None
+    use_cluster_results(app)
     app.backend_cls = url
     _chosen[app] = url if is_cluster(url) else None
     if not is_cluster(url):

@@ -7,6 +7,7 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.cluster_backend import use_cluster_results
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
 from batchery.media_settings import MEDIA_KINDS
@@ -71,6 +72,7 @@ def install(app: Celery, **settings: Any) -> Celery:
     app.steps["worker"].update((STEP, DEVICES_STEP, WATCH_STEP))
     app.steps["consumer"].add(REFUSALS_STEP)
     use_transport()
+    use_cluster_results(app)
     if getattr(app, "finalized", False):
         _register_models(app)
     else:

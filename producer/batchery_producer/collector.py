@@ -18,6 +18,7 @@ from celery.backends.redis import RedisBackend, SentinelBackend
 from celery.utils.functional import chunks
 from kombu.exceptions import KombuError
 
+from batchery.cluster_backend import ClusterBackend
 from batchery.errors import SettingsError
 from batchery.protocol.headers import (
     FIELD,
@@ -59,6 +60,9 @@ ENTRIES = 32
 #: once.
 GATHER_JOBS = 1000
 GATHER_S = 0.005
+
+#: Backends that decode as Celery does.
+PLAIN_BACKENDS = (RedisBackend, SentinelBackend, ClusterBackend)
 
 #: How long an unread reply stream is kept, in seconds.
 REPLY_S = 3600
@@ -273,7 +277,7 @@ def redis_backend(app: Celery) -> Any:
 def read_stored(backend: Any, payload: bytes) -> Answer | None:
     """Reads what a backend has stored; None while the job has not ended, an error if it is odd."""
     try:
-        is_plain = backend.serializer == "json" and type(backend) in (RedisBackend, SentinelBackend)
+        is_plain = backend.serializer == "json" and type(backend) in PLAIN_BACKENDS
         meta = read_json(payload) if is_plain else backend.decode(payload)
         found = meta.get("status"), meta.get("result"), meta.get("batch")
         return read_answer(*found, is_packed=is_packed(meta))

@@ -18,6 +18,7 @@ from weakref import ref
 
 from celery import Celery, uuid
 
+from batchery.cluster_client import send_all, split_keys
 from batchery.errors import BatchArgumentError, GaveUp, NoResult, UnknownJob
 from batchery.protocol.pieces import (
     END,
@@ -33,7 +34,6 @@ from batchery.protocol.pieces import (
     wake_key,
     woken_key,
 )
-from batchery.redis_scripts import packed
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.codec import read_json
 from batchery_producer.answers import Answer, build_exception
@@ -377,20 +377,8 @@ class PieceReader:
         return [("SADD", key, self._wake_key), ("EXPIRE", key, self._kept_s)]
 
     def _send(self, commands: Sequence[Command]) -> list[Any]:
-        """Sends commands in one round trip; their answers.
-
-        A pipeline of redis-py takes as long as all else that is done with the pieces here.
-        """
-        pool = self._client.connection_pool
-        connection = pool.get_connection()
-        try:
-            connection.send_packed_command((packed(*commands),))
-            return [connection.read_response() for _ in commands]
-        except BaseException:
-            connection.disconnect()  # There may be answers that were not read.
-            raise
-        finally:
-            pool.release(connection)
+        """Sends commands in one round trip; their answers."""
+        return send_all(self._client, commands)
 
     def _list(self, keys: Iterable[bytes]) -> list[FollowedJob]:
         """Who reads these streams."""
@@ -439,15 +427,24 @@ class PieceReader:
         unknown = [each.id for each in streams if not each.is_known]
         commands += [command for each in unknown for command in self._spell_woken(each)]
         # Results are looked for first: what was sent before them is read by now.
-        looked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
-        if looked:
-            commands.append(("MGET", *map(self.backend.get_key_for_task, looked)))
-        ids = ("{}-{}".format(*each) for each in after.values())
-        commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *after, *ids))
+        looked = {
+            self.backend.get_key_for_task(each.id): each.id
+            for each in streams
+            if is_due or each.saw_end or not each.is_known
+        }
+        results, pieces = (split_keys(self._client, keys) for keys in (looked, after))
+        commands += [("MGET", *keys) for keys in results]
+        for keys in pieces:
+            ids = ("{}-{}".format(*after[key]) for key in keys)
+            commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *keys, *ids))
         answers = self.retries.call(partial(self._send, commands), self._errors)
-        # A mapping in RESP3, pairs in RESP2.
-        entries = dict(answers[-1] or ())
-        stored = dict(zip(looked, answers[-2], strict=True)) if looked else {}
+        answers = answers[-len(results) - len(pieces) :]
+        stored, entries = dict[str, Any](), dict[bytes, Any]()
+        for keys, values in zip(results, answers, strict=False):
+            stored.update(zip(map(looked.__getitem__, keys), values, strict=True))
+        for found in answers[len(results) :]:
+            # A mapping in RESP3, pairs in RESP2.
+            entries.update(found or ())
         came = [
             (each, self._take_in(each, entries.get(each.key, ()), stored.get(each.id, NOT_LOOKED)))
             for each in streams

@@ -319,9 +319,10 @@ def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
     house.committer._broker._store = house.store
-    for each in (house.committer._results, house.committer._broker):
-        lossy: Any = each
-        lossy._scripts = LostAnswers(each.scripts, 2)
+    for lossy in (house.committer._results, house.committer._broker):
+        assert lossy is not None
+        scripts: Any = LostAnswers(lossy.scripts, 2)
+        lossy._scripts = scripts
     none: dict[str, JobCommit] = {"t2": ("2", 0.0, None)}
     statuses = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), context=none)
     assert statuses == [COMMITTED, COMMITTED, FENCED]

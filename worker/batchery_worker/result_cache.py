@@ -22,6 +22,7 @@ from typing import Any
 
 from redis import ResponseError
 
+from batchery.cluster_client import send_all
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.headers import backend_prefix
 from batchery_worker.plain_values import Encoded, encoded, is_plain
@@ -212,17 +213,11 @@ class ResultCache:
 
     def _key(self, task: str, digest: bytes) -> bytes:
         """Key of a STRING: CRC-32 of what `Encoded.dump` writes, 4 bytes, then that."""
-        return backend_prefix(self._backend) + f"batchery:cache:{task}:".encode() + digest
+        return backend_prefix(self._backend, digest) + f"batchery:cache:{task}:".encode() + digest
 
     def _write(self, values: Mapping[bytes, bytes], ttl_ms: int) -> None:
-        with self._client.pipeline(transaction=False) as pipe:
-            for key, value in values.items():
-                pipe.set(key, value, px=ttl_ms)
-            # The client's own exception would quote the result.
-            answers = pipe.execute(raise_on_error=False)
-        for error in answers:
-            if isinstance(error, Exception):
-                raise error
+        if values:
+            send_all(self._client, [("SET", *each, "PX", ttl_ms) for each in values.items()])
 
     def _attempt(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer of a call; None if it fails, or Redis did not answer a moment ago."""

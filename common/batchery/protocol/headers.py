@@ -226,12 +226,18 @@ def expiring_as_asked(backend: Any, request: Any) -> Iterator[None]:
 
 def stream_key(backend: Any, name: str) -> bytes:
     """The key of a completion stream in a Redis backend, with the prefix that results have."""
-    return backend_prefix(backend) + b"batchery:reply:" + name.encode()
+    return backend_prefix(backend, name) + b"batchery:reply:" + name.encode()
 
 
-def backend_prefix(backend: Any) -> bytes:
-    """The prefix of a Redis backend's keys, and so of our keys next to them; usually empty."""
-    prefix: bytes = backend.get_key_for_task("-").removesuffix(b"celery-task-meta--")
+def backend_prefix(backend: Any, name: str | bytes = "-") -> bytes:
+    """The prefix of a Redis backend's keys, and so of our keys next to them; usually empty.
+
+    Args:
+        backend: Celery's, for one Redis or a cluster.
+        name: What a key is about. In a cluster the keys of one name are in one shard.
+    """
+    own = name if isinstance(name, bytes) else name.encode()
+    prefix: bytes = backend.get_key_for_task(name).removesuffix(b"celery-task-meta-" + own)
     return prefix
 
 

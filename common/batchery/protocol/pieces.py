@@ -17,13 +17,14 @@ that is lost costs time and no piece, as the reader looks at all piece streams n
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import redis
 from celery.backends.redis import RedisBackend
 
+from batchery.cluster_client import send_all
 from batchery.protocol.headers import HEADER, backend_prefix, is_streamed
 
 #: Field of an entry with a piece, in JSON; and of the entry that says that a result is stored.
@@ -54,29 +55,46 @@ MAX_WAKES = 16
 MAX_WOKEN = 8
 
 
-def keys_begin(backend: Any) -> bytes:
-    """How all of these keys begin in a Redis backend."""
-    return backend_prefix(backend) + b"batchery-"
+def keys_begin(backend: Any, name: str) -> bytes:
+    """How all of these keys begin in a Redis backend that are about a job or a reader."""
+    return backend_prefix(backend, name) + b"batchery-"
 
 
 def pieces_key(backend: Any, task_id: str) -> bytes:
     """The key of a job's piece stream."""
-    return keys_begin(backend) + b"pieces:" + task_id.encode()
+    return keys_begin(backend, task_id) + b"pieces:" + task_id.encode()
 
 
 def reader_key(backend: Any, task_id: str) -> bytes:
     """The key that the readers of a job renew; its value says how long its stream is kept."""
-    return keys_begin(backend) + b"reader:" + task_id.encode()
+    return keys_begin(backend, task_id) + b"reader:" + task_id.encode()
 
 
 def wake_key(backend: Any, reader_id: str) -> bytes:
-    """The key of a process's wake stream; with no id, how all of them begin."""
-    return keys_begin(backend) + b"wake:" + reader_id.encode()
+    """The key of a process's wake stream."""
+    return keys_begin(backend, reader_id) + b"wake:" + reader_id.encode()
+
+
+def spell_wakes(backend: Any, woken: Mapping[bytes, Iterable[bytes]]) -> list[Sequence[Any]]:
+    """The commands that wake readers.
+
+    Args:
+        backend: That of the streams.
+        woken: Keys of wake streams, among which whoever sends jobs may have put any others; and
+            of the piece streams that have more.
+    """
+    commands: list[Sequence[Any]] = []
+    for key, streams in woken.items():
+        reader_id = key.rpartition(b"wake:")[2].decode(errors="replace")
+        if reader_id and key == wake_key(backend, reader_id):
+            entry = ("MAXLEN", MAX_WAKES, "*", WOKEN, b"\n".join(streams))
+            commands.append(("XADD", key, "NOMKSTREAM", *entry))
+    return commands
 
 
 def woken_key(backend: Any, task_id: str) -> bytes:
     """The key of the set of wake streams of those who read a job."""
-    return keys_begin(backend) + b"woken:" + task_id.encode()
+    return keys_begin(backend, task_id) + b"woken:" + task_id.encode()
 
 
 def piece_number(entry_id: bytes | str) -> int:
@@ -93,24 +111,23 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
     """
     longest_s = min(int(backend.expires or KEEP_S), KEEP_S)
     keys = {task_id: pieces_key(backend, task_id) for task_id in task_ids}
-    begins, woken = wake_key(backend, ""), defaultdict[bytes, list[bytes]](list)
-    with client.pipeline(transaction=False) as pipe:
-        for task_id in keys:
-            pipe.srandmember(woken_key(backend, task_id), MAX_WOKEN)
-            pipe.get(reader_key(backend, task_id))
-        told = iter(pipe.execute())
-        for (task_id, key), wakes, wanted_s in zip(keys.items(), told, told, strict=True):
-            kept_s = KEEP_UNREAD_S if wanted_s is None else int(wanted_s or longest_s)
-            pipe.xadd(key, {END: b""}, nomkstream=True)
-            pipe.expire(key, min(kept_s, longest_s))
-            pipe.unlink(woken_key(backend, task_id), reader_key(backend, task_id))
-            for wake in wakes:
-                if wake.startswith(begins):
-                    woken[wake].append(key)
-        for wake, ended in woken.items():
-            entry = {WOKEN: b"\n".join(ended)}
-            pipe.xadd(wake, entry, maxlen=MAX_WAKES, approximate=False, nomkstream=True)
-        pipe.execute()
+    woken = defaultdict[bytes, list[bytes]](list)
+    commands: list[Sequence[Any]] = []
+    for task_id in keys:
+        commands.append(("SRANDMEMBER", woken_key(backend, task_id), MAX_WOKEN))
+        commands.append(("GET", reader_key(backend, task_id)))
+    told = iter(send_all(client, commands))
+    commands = []
+    for (task_id, key), wakes, wanted_s in zip(keys.items(), told, told, strict=True):
+        kept_s = KEEP_UNREAD_S if wanted_s is None else int(wanted_s or longest_s)
+        commands += [
+            ("XADD", key, "NOMKSTREAM", "*", END, b""),
+            ("EXPIRE", key, min(kept_s, longest_s)),
+            ("UNLINK", woken_key(backend, task_id), reader_key(backend, task_id)),
+        ]
+        for wake in wakes:
+            woken[wake].append(key)
+    send_all(client, [*commands, *spell_wakes(backend, woken)])
 
 
 def tell_readers(backend: Any, task_id: str, message: Mapping[str, Any]) -> None:

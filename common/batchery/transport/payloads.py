@@ -5,6 +5,7 @@ backend, or else in that of the broker. It has the prefix of the keys there.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -28,10 +29,10 @@ def is_payload_id(text: str) -> bool:
 class Payloads:
     """The Redis of an app that has such bytes; threads may share it."""
 
-    def __init__(self, client: "redis.Redis", prefix: str) -> None:
-        """Remembers the client, and the prefix of its keys."""
+    def __init__(self, client: "redis.Redis", find_prefix: Callable[[str], str]) -> None:
+        """Remembers the client, and what finds the prefix of the key with an id."""
         self.client = client
-        self._prefix = prefix
+        self._find_prefix = find_prefix
 
     @classmethod
     def open(cls, app: Celery) -> "Payloads | None":
@@ -42,7 +43,8 @@ class Payloads:
             for name in ("socket_timeout", "socket_connect_timeout"):
                 if name in options:  # A connection by a Unix socket knows only one of them.
                     options[name] = SOCKET_TIMEOUT_S
-            return cls(backend._create_client(**options), backend_prefix(backend).decode())
+            client = backend._create_client(**options)
+            return cls(client, lambda payload_id: backend_prefix(backend, payload_id).decode())
         with app.connection_for_write() as connection:
             if connection.transport.driver_type != "redis":
                 return None
@@ -52,11 +54,11 @@ class Payloads:
                 client = channel._make_separate_client(SOCKET_TIMEOUT_S)
             else:
                 client = redis.Redis(connection_pool=channel._get_pool())
-            return cls(client, channel.global_keyprefix)
+            return cls(client, lambda _: channel.global_keyprefix)
 
     def key(self, payload_id: str) -> str:
         """The key of the bytes with an id."""
-        return f"{self._prefix}batchery:media:{payload_id}"
+        return f"{self._find_prefix(payload_id)}batchery:media:{payload_id}"
 
     def read(self, payload_id: str, max_bytes: int) -> bytes | None:
         """The bytes with an id, at most one more than a maximum; None if they are not there.

@@ -9,7 +9,9 @@ tracer.
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -26,7 +28,9 @@ from kombu.utils import json as kombu_json
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from batchery.protocol.headers import PACKED, expires_s, stream_key
+from batchery.cluster_backend import ClusterBackend
+from batchery.cluster_client import find_tag, send_all
+from batchery.protocol.headers import FIELD, PACKED, expires_s, stream_key
 from batchery.redis_scripts import RedisScripts, cut_into_parts, find_server, get_database
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
@@ -51,9 +55,19 @@ MAX_TRIES = 3
 MAX_COMMIT_PAUSE_S = 2.0
 
 
+#: In the place of a database's number, for a cluster, which has none: there a message goes to all
+#: nodes, and so only the fact is told that something is stored.
+NO_DATABASE = ""
+
+
 def result_scripts(client: "redis.Redis") -> RedisScripts:
     """The scripts that write results; most of them need a client of the backend's database."""
     return RedisScripts(client, LUA)
+
+
+def spell_database(pool: Any) -> str:
+    """The number of the database of a pool's connections, as scripts that write results take it."""
+    return NO_DATABASE if "cluster" in pool.connection_kwargs else str(get_database(pool))
 
 
 def store_states(
@@ -66,7 +80,7 @@ def store_states(
 
     Args:
         scripts: On a client of the backend's database.
-        values: By their keys.
+        values: By their keys, in a cluster of one shard.
         expires_s: When they expire; 0 for never.
         lease: Without it nothing is stored, if it is on the same server.
 
@@ -74,22 +88,24 @@ def store_states(
         A digit for each, see store.lua.
     """
     pool, keys, ours = scripts.pool, [*values], ("", "")
-    if lease is not None and find_server(lease.store.client.connection_pool) == find_server(pool):
-        keys.append(lease.store.lease_key)
-        ours = (str(lease.store.db), lease.token)
-    args = (get_database(pool), *ours, expires_s, *values.values())
+    database = spell_database(pool)
+    if lease is not None and database != NO_DATABASE:
+        leases = lease.store.client.connection_pool
+        if find_server(leases) == find_server(pool):
+            keys.append(lease.store.lease_key)
+            ours = (str(lease.store.db), lease.token)
+    args = (database, *ours, expires_s, *values.values())
     answer: bytes = scripts.run("store", keys, *args)
     return answer
 
 
-def make_results_client(backend: Any) -> "redis.Redis":
+def make_results_client(backend: Any) -> Any:
     """Makes a client of a result backend for Redis; the backend's own may wait for minutes."""
     given = backend.connparams
     # A connection by a Unix socket knows only one of them.
     limits = [name for name in ("socket_timeout", "socket_connect_timeout") if name in given]
     options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
-    client: redis.Redis = backend._create_client(**{**given, **options})
-    return client
+    return backend._create_client(**{**given, **options})
 
 
 class RetryingRedis:
@@ -128,19 +144,22 @@ class RetryingRedis:
             self._scripts = result_scripts(self.client)
         return self._scripts
 
-    def attempt(self, command: Callable[["RetryingRedis"], T], lease_key: str) -> tuple[T, int]:
+    def attempt(
+        self, command: Callable[["RetryingRedis"], T], lease_key: str | bytes
+    ) -> tuple[T, int]:
         """Has a command obeyed, as `send` does, and waits for that."""
         return self.send(lambda server: partial(command, server), lease_key)()
 
     def send(
-        self, command: Callable[["RetryingRedis"], Callable[[], T]], lease_key: str
+        self, command: Callable[["RetryingRedis"], Callable[[], T]], lease_key: str | bytes
     ) -> Callable[[], tuple[T, int]]:
         """Sends a command.
 
         Args:
             command: Sends it, and returns what reads the answer; it may be sent again although the
                 server has obeyed already.
-            lease_key: HASH of the worker's leases, for a write that changes nothing.
+            lease_key: HASH of the worker's leases, for a write that changes nothing; in a cluster
+                another key of the shard.
 
         Returns:
             Reads the answer, and the number of failed attempts before it; waits as long as the
@@ -177,7 +196,7 @@ class RetryingRedis:
             # Others may share it.
             client.connection_pool.disconnect(inuse_connections=False)
 
-    def _await(self, lease_key: str, error: Exception) -> None:
+    def _await(self, lease_key: str | bytes, error: Exception) -> None:
         """Waits until the server can write; returns at once if it can."""
         failures = 0
         while True:
@@ -197,6 +216,22 @@ class RetryingRedis:
             # After a failover the address may belong to another server.
             self.disconnect()
             self._sleep(pause_s(failures, MAX_COMMIT_PAUSE_S))
+
+
+def connect_results(
+    backend: Any, on_wait: Callable[[], None], sleep: Callable[[float], None] = time.sleep
+) -> Mapping[bytes, RetryingRedis]:
+    """The servers of a result backend, by the tags of their keys: all shards of a cluster.
+
+    Args:
+        backend: Celery's. One server has keys without a tag, so its own is empty.
+        on_wait: As for `RetryingRedis`.
+        sleep: The same.
+    """
+    if not isinstance(backend, ClusterBackend):
+        return {b"": RetryingRedis(partial(make_results_client, backend), on_wait, sleep)}
+    shards: Mapping[bytes, Any] = make_results_client(backend).shards
+    return {tag: RetryingRedis(partial(shards.__getitem__, tag), on_wait, sleep) for tag in shards}
 
 
 class LeaseBroker(RetryingRedis):
@@ -236,7 +271,10 @@ def only_celery_stores(app: Celery, task: BatchTask) -> str | None:
     chosen = getattr(backend, "stock_class", type(backend))
     clauses = (
         (backend is not app.backend, "a result backend of its own"),
-        (chosen is not RedisBackend, "a result backend other than Celery's for Redis"),
+        (
+            chosen not in (RedisBackend, ClusterBackend),
+            "a result backend other than Celery's for Redis",
+        ),
         (backend.serializer != "json", "a result serializer other than JSON"),
         (getattr(backend, "compression", None), "compressed results"),
     )
@@ -305,6 +343,9 @@ MAX_JOBS_PER_SCRIPT = 512
 #: Number of bytes after which no further result is added to a call, for the same reason.
 MAX_BYTES_PER_SCRIPT = 4 << 20
 
+
+#: Maximum number of entries of a completion stream, about.
+MAX_ANNOUNCED = 4096
 
 #: As JSON, without braces.
 PACKED_FIELD = f"{json.dumps(PACKED)[1:-1]}, "
@@ -400,7 +441,9 @@ class RedisCommitter:
             sleep: Waits for a number of seconds.
         """
         self._backend = backend
-        self._results = RetryingRedis(partial(make_results_client, backend), on_wait, sleep)
+        self._servers = connect_results(backend, on_wait, sleep)
+        #: The only one of them; None for a cluster.
+        self._results = self._servers.get(b"")
         self._broker = LeaseBroker(on_wait, sleep)
         self._refusals: set[str] = set()
         #: Id of a worker that the backend's server does not know. A fenced worker gets another id.
@@ -475,9 +518,10 @@ class RedisCommitter:
         return bytes(self._backend.get_key_for_task("-")[:-1])
 
     def _send_part(self, part: Sequence[_Entry], context: CommitContext) -> ReadStatuses:
-        store = context.store
-        is_elsewhere = store.worker == self._elsewhere
-        read_answer = None if is_elsewhere else self._store(part, context, store.db)
+        store, results = context.store, self._results
+        read_answer = None
+        if results is not None and store.worker != self._elsewhere:
+            read_answer = self._store(results, part, context, store.db)
 
         def read() -> Sequence[CommitStatus]:
             try:
@@ -511,24 +555,72 @@ class RedisCommitter:
         statuses = {entry.index: CommitStatus.FENCED for entry in part}
         ours = [entry for entry, digit in zip(part, held, strict=True) if digit == ord("1")]
         if ours:
-            answer, _ = self._store(ours, context, None)()
-            assert answer is not None
-            for entry, digit in zip(ours, answer, strict=True):
-                statuses[entry.index] = COMMIT_STATUSES[digit]
+            if self._results is None:
+                statuses.update(self._store_in_shards(ours, context))
+            else:
+                statuses.update(_read(ours, self._store(self._results, ours, context, None)))
             ended = [each for each in ours if statuses[each.index] is CommitStatus.COMMITTED]
+            if self._results is None:
+                self._announce(ended, context.completion_streams)
             if ended:
                 self._broker.ask("end", store, keys[1:], _tokens(ended))
         return [statuses[entry.index] for entry in part]
 
+    def _store_in_shards(
+        self, ours: Sequence[_Entry], context: CommitContext
+    ) -> Mapping[int, CommitStatus]:
+        """Stores in all shards of a cluster at once; a status for each job, by its index."""
+        shards = defaultdict[bytes, list[_Entry]](list)
+        for entry in ours:
+            entry.key = self._backend.get_key_for_task(entry.task_id)
+            shards[find_tag(entry.key)].append(entry)
+        sent = [
+            (part, self._store(self._servers[tag], part, context, None, tag))
+            for tag, part in shards.items()
+        ]
+        statuses = dict[int, CommitStatus]()
+        for part, read_answer in sent:
+            try:
+                statuses.update(_read(part, read_answer))
+            except (redis.RedisError, OSError) as refusal:
+                self._complain(refusal)
+                statuses.update((each.index, CommitStatus.NEEDS_TRACER) for each in part)
+        return statuses
+
+    def _announce(
+        self, stored: Sequence[_Entry], completion_streams: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Announces results in a cluster, where each completion stream has a shard of its own."""
+        ids = {entry.index: entry.task_id for entry in stored}
+        commands = []
+        for name, indexes in completion_streams.items():
+            if done := [ids[index] for index in indexes if index in ids]:
+                entry = ("NOMKSTREAM", "MAXLEN", "~", MAX_ANNOUNCED, "*", FIELD, json.dumps(done))
+                commands.append(("XADD", stream_key(self._backend, name), *entry))
+        if commands:
+            with suppress(redis.RedisError, OSError):  # Producers also look for results.
+                send_all(self._announcer, commands)
+
+    @cached_property
+    def _announcer(self) -> Any:
+        return make_results_client(self._backend)
+
     def _store(
-        self, part: Sequence[_Entry], context: CommitContext, broker_db: int | None
+        self,
+        results: RetryingRedis,
+        part: Sequence[_Entry],
+        context: CommitContext,
+        broker_db: int | None,
+        tag: bytes = b"",
     ) -> Callable[[], tuple[bytes | None, int]]:
         """Sends the script.
 
         Args:
+            results: The server that stores.
             part: What it stores.
             context: The commit context of the batch.
             broker_db: Number of the broker's database; None if that is on another server.
+            tag: Of the shard, in a cluster.
 
         Returns:
             Reads its answer, and the number of failed tries before it.
@@ -538,21 +630,22 @@ class RedisCommitter:
         given = [keep_s.get(entry.index) for entry in part] if keep_s else [None]
         expiries = " ".join(str(expires_s(app_s, each)) for each in given)
         leases = context.store
-        keys: list[Any] = [leases.keys.workers, leases.lease_key, *(entry.key for entry in part)]
+        # A shard refuses keys of others, and needs none of the leases'.
+        workers, lease_key = (tag, tag) if tag else (leases.keys.workers, leases.lease_key)
+        completion_streams = {} if tag else context.completion_streams
+        keys: list[Any] = [workers, lease_key, *(entry.key for entry in part)]
         args: list[Any] = [
             leases.worker,
-            get_database(self._results.client.connection_pool),
+            spell_database(results.client.connection_pool),
             "" if broker_db is None else broker_db,
             expiries,
-            len(context.completion_streams),
+            len(completion_streams),
             _tokens(part),
             *(entry.value for entry in part),
         ]
-        if context.completion_streams:
-            self._add_completion_streams(keys, args, part, context.completion_streams)
-        return self._results.send(
-            lambda results: results.scripts.send("commit", keys, *args), leases.lease_key
-        )
+        if completion_streams:
+            self._add_completion_streams(keys, args, part, completion_streams)
+        return results.send(lambda server: server.scripts.send("commit", keys, *args), lease_key)
 
     def _add_completion_streams(
         self,
@@ -578,6 +671,15 @@ class RedisCommitter:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+def _read(
+    part: Sequence[_Entry], read_answer: Callable[[], tuple[bytes | None, int]]
+) -> Mapping[int, CommitStatus]:
+    """The status of each job that was stored without its lease, by its index."""
+    answer, _ = read_answer()
+    assert answer is not None
+    return {entry.index: COMMIT_STATUSES[digit] for entry, digit in zip(part, answer, strict=True)}
 
 
 def _tokens(entries: Iterable[_Entry]) -> str:

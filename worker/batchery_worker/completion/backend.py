@@ -24,6 +24,7 @@ from kombu.exceptions import OperationalError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from batchery.cluster_client import find_tag
 from batchery.completion import current_completion
 from batchery.protocol.headers import expiring_as_asked
 from batchery.redis_scripts import RedisScripts
@@ -180,7 +181,8 @@ class CompletionRedisBackend(CompletionBackend):
 
     def _set_with_state(self, key: Any, value: bytes | str, state: str) -> None:
         completion = current_completion()
-        is_result = self.key_t(key).startswith(self.task_keyprefix)
+        bare = self.key_t(key).removeprefix(find_tag(self.key_t(key)))
+        is_result = bare.startswith(self.task_keyprefix)
         if is_result and len(value) <= self._MAX_STR_VALUE_SIZE:
             expires_s = int((self.failure_expires if state == FAILURE else self.expires) or 0)
             lease = None if completion is None else completion.lease

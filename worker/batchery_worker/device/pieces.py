@@ -8,16 +8,17 @@ writes, a few times a second, the thread looks which jobs nobody reads any more.
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import redis
 from celery.backends.redis import RedisBackend
 from kombu.utils import json
 
+from batchery.cluster_client import find_tag, send_all
 from batchery.errors import UnserialisableResult
 from batchery.execution.batch import Receive, refuse_value
 from batchery.outcomes import Failed, Partial
@@ -30,15 +31,17 @@ from batchery.protocol.pieces import (
     mark_ended,
     piece_number,
     pieces_key,
+    spell_wakes,
 )
-from batchery.redis_scripts import get_database
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import (
     MAX_BYTES_PER_SCRIPT,
     CommitStatus,
     LeaseBroker,
     RetryingRedis,
+    connect_results,
     make_results_client,
+    spell_database,
 )
 from batchery_worker.plain_values import is_plain, plain_json
 from batchery_worker.work import PieceContext, Work
@@ -83,6 +86,8 @@ class StreamedJob:
         self.task_id, self.token, self.context = task_id, token, context
         # Once for all pieces: Celery makes it anew each time.
         self.key = pieces_key(backend, task_id)
+        #: Of its shard, in a cluster.
+        self.tag = find_tag(self.key)
         self.refusal = ""
         self.number = 0
         #: Number of the last piece that waits or was sent.
@@ -143,10 +148,11 @@ class PieceWriter:
         """Does not connect yet; pieces are written if Celery's result backend is one for Redis."""
         self._backend = backend
         connect = partial(make_results_client, backend)
-        # One for each thread: the writer's own, whoever prepares batches, and whoever answers them.
-        self._results, self._read, self._ended = (
-            RetryingRedis(connect, lambda: None) for _ in range(3)
-        )
+        # For each thread its own: the writer, whoever prepares batches, and whoever answers them.
+        self._servers = connect_results(backend, lambda: None)
+        self._read, self._ended = (RetryingRedis(connect, lambda: None) for _ in range(2))
+        #: Whether leases may be on the server of results: in a cluster they are in other shards.
+        self._may_have_leases = b"" in self._servers
         self._broker = LeaseBroker(lambda: None)
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()
@@ -194,7 +200,7 @@ class PieceWriter:
             if job.task_id not in job.context.resumed:
                 continue
             with suppress(Exception):  # Whoever sends jobs may have put anything there.
-                entries, _ = self._read.attempt(partial(_read_all, job.key), "-")
+                entries, _ = self._read.attempt(partial(_read_all, job.key), job.key)
                 sent = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
                 if [number for number, _ in sent] == list(range(1, len(sent) + 1)):
                     pieces = [json.loads(piece) for _, piece in sent]
@@ -333,7 +339,7 @@ class PieceWriter:
         try:
             if store is None:
                 return self._call(context, taken, looks) or ""
-            if store.worker != self._elsewhere:
+            if self._may_have_leases and store.worker != self._elsewhere:
                 answer = self._call(context, taken, looks, store.db)
                 if answer is not None:
                     return answer
@@ -369,28 +375,54 @@ class PieceWriter:
             looks: Whether readers are looked for.
             broker_db: Number of the broker's database; None if that is on another server.
         """
-        if not taken:
-            return ""
-        store = context.store
-        lease_keys = ("", "") if store is None else (store.keys.workers, store.lease_key)
+        shards = defaultdict[bytes, Taken](dict)
+        for job, pieces in taken.items():
+            shards[job.tag][job] = pieces
+        sent = [self._send(tag, context, part, looks, broker_db) for tag, part in shards.items()]
+        digits, woken = dict[StreamedJob, str](), defaultdict[bytes, list[bytes]](list)
+        for part, read_answer in zip(shards.values(), sent, strict=True):
+            answer, _ = read_answer()
+            if answer is None:
+                return None
+            if isinstance(answer, list):
+                answer, *told = answer
+                for key, streams in zip(told[::2], told[1::2], strict=True):
+                    woken[key].append(streams)
+            digits.update(zip(part, answer.decode(), strict=True))
+        if commands := spell_wakes(self._backend, woken):
+            with suppress(redis.RedisError, OSError):  # Readers look for pieces now and then.
+                send_all(self._waker, commands)
+        return "".join(digits[job] for job in taken)
+
+    @cached_property
+    def _waker(self) -> Any:
+        return make_results_client(self._backend)
+
+    def _send(
+        self, tag: bytes, context: PieceContext, taken: Taken, looks: bool, broker_db: int | None
+    ) -> Callable[[], tuple[Any, int]]:
+        """Sends the script to one server, or one shard; what reads its answer."""
+        store, results = context.store, self._servers[tag]
+        lease_keys: tuple[Any, Any] = (tag, tag)
+        if store is not None and not tag:
+            lease_keys = (store.keys.workers, store.lease_key)
         keys = *lease_keys, *(job.key for job in taken)
         args = (
             "" if store is None else store.worker,
-            get_database(self._results.client.connection_pool),
+            spell_database(results.client.connection_pool),
             "" if broker_db is None else broker_db,
             context.max_pieces,
             int((READER_S - context.grace_s) * 1000) if looks else "",
-            *(keys_begin(self._backend), MAX_WAKES, MAX_WOKEN),
+            *(keys_begin(self._backend, next(iter(taken)).task_id), MAX_WAKES, MAX_WOKEN),
             # One text each, as both sides take each argument apart on its own.
             " ".join(job.token for job in taken),
             " ".join(str(first) for first, _ in taken.values()),
             " ".join(str(len(pieces)) for _, pieces in taken.values()),
             *(piece for _, pieces in taken.values() for piece in pieces),
         )
-        answer, _ = self._results.attempt(
-            lambda results: results.scripts.run_once("pieces", keys, *args), lease_keys[1]
+        return results.send(
+            lambda server: server.scripts.send("pieces", keys, *args), lease_keys[1]
         )
-        return None if answer is None else bytes(answer).decode()
 
 
 def _of_one_store(jobs: Collection[StreamedJob]) -> Sequence[StreamedJob]:

@@ -12,6 +12,7 @@ from celery import Celery
 from celery.app.task import Context
 from celery.states import STARTED
 
+from batchery.cluster_client import split_keys
 from batchery.errors import counted
 from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
@@ -70,8 +71,9 @@ class StartedStates:
             backend.get_key_for_task(task_id): _stored(task_id, _meta(message), fields)
             for task_id, message, fields in self._stored_jobs(task, work)
         }
-        if values:
-            store_states(self._scripts, values, int(backend.expires or 0))
+        for keys in split_keys(self._client, values):
+            own = {key: values[key] for key in keys}
+            store_states(self._scripts, own, int(backend.expires or 0))
 
     def _store_each(self, task: BatchTask, work: Work) -> None:
         for task_id, message, _ in self._stored_jobs(task, work):
@@ -91,7 +93,11 @@ class StartedStates:
 
     @cached_property
     def _scripts(self) -> RedisScripts:
-        return result_scripts(make_results_client(self._app.backend))
+        return result_scripts(self._client)
+
+    @cached_property
+    def _client(self) -> Any:
+        return make_results_client(self._app.backend)
 
 
 def _meta(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 -- Commits the results of a batch: stores, announces and acknowledges each one whose lease is held.
 -- If the leases are on another server, held.lua has asked for them there. Then this script stores and
--- announces what it is given, and the caller ends the leases.
+-- announces what it is given, and the caller ends the leases. In a cluster the keys are those of one
+-- shard, there are no completion streams, and KEYS[1] and KEYS[2] are a key that nobody has.
 -- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
@@ -16,8 +17,8 @@
 --                   producer that asks for one; entries {ids: JSON list of committed task ids}. The
 --                   producer makes, reads, trims and removes it; it expires an hour after the last
 --                   read. Written here if it exists; at most some thousand entries.
--- ARGV      worker id, number of the backend's database, number of the broker's (empty if that is on
---           another server), seconds until each result expires with spaces between (0 for never; one
+-- ARGV      worker id, number of the backend's database (empty in a cluster), number of the broker's
+--           (empty if that is on another server), seconds until each result expires with spaces between (0 for never; one
 --           number for all of them), number of completion streams, the tokens with spaces between;
 --           then for each job the value to store, empty for none; then for each stream: how many of
 --           the jobs want it, and for each of those its number among the jobs and its task id.
@@ -62,7 +63,7 @@ for i = 1, count do
       may = fresh and 1 or may_write(key, not has_leases)
     end
     if may == 1 then
-      write(key, value, tonumber(expires_s[i] or expires_s[1]))
+      write(key, value, tonumber(expires_s[i] or expires_s[1]), backend)
       written[key] = true
     end
     if may == 2 then

@@ -16,15 +16,16 @@
 --           STREAM  each of these <prefix>batchery-wake:<id>: entries {k: keys of piece streams that
 --                   have more, with line ends between}. Made by its reader; written here and by
 --                   whoever stores a result; expires a minute after its reader has gone.
--- ARGV      worker id, number of the backend's database, number of the broker's (empty if the leases
---           are on another server), maximum pieces of a stream, milliseconds to live that a reader key
---           must have (empty where readers are not looked for), <prefix>batchery-, the maximum of
---           entries of a wake stream, and of readers of a job who are woken; then with spaces between
---           for each job: the tokens, the numbers of their first pieces, and how many there are; then
---           all pieces.
+-- ARGV      worker id, number of the backend's database (empty in a cluster), number of the broker's
+--           (empty if the leases are on another server), maximum pieces of a stream, milliseconds to
+--           live that a reader key must have (empty where readers are not looked for),
+--           <prefix>batchery-, the maximum of entries of a wake stream, and of readers of a job who are
+--           woken; then with spaces between for each job: the tokens, the numbers of their first
+--           pieces, and how many there are; then all pieces.
 -- Returns   a digit for each job: 1 written, 0 fenced, 2 its readers have gone, 3 it has no stream.
 --           Nil if this server does not know the worker: the broker is another one, or the worker is
---           fenced.
+--           fenced. In a cluster, where wake streams may be in any shard, a list: the digits, then for
+--           each wake stream its key, and the keys of the piece streams with more, with line ends.
 local worker, backend, broker = ARGV[1], ARGV[2], ARGV[3]
 local workers, leases, most, least_ms = KEYS[1], KEYS[2], ARGV[4], tonumber(ARGV[5])
 local begins, most_wakes, most_woken = ARGV[6], ARGV[7], ARGV[8]
@@ -45,12 +46,12 @@ else
 end
 
 -- Keys of the piece streams that have more, by wake stream.
-local wakes = {}
+local wakes, has_shards = {}, backend == ''
 
 local function wake(stream, woken)
   for _, key in ipairs(redis.pcall('SRANDMEMBER', woken, most_woken)) do
     -- Whoever sends jobs may have put any name there.
-    if string.sub(key, 1, #wakes_begin) == wakes_begin then
+    if has_shards or string.sub(key, 1, #wakes_begin) == wakes_begin then
       wakes[key] = wakes[key] or {}
       table.insert(wakes[key], stream)
     end
@@ -91,8 +92,13 @@ for i = 1, count do
   end
   at = at + pieces
 end
+local told = {table.concat(answers)}
 for key, streams in pairs(wakes) do
   local keys = table.concat(streams, '\n')
-  redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', 'k', keys)
+  if has_shards then
+    told[#told + 1], told[#told + 2] = key, keys
+  else
+    redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', 'k', keys)
+  end
 end
-return table.concat(answers)
+return has_shards and told or told[1]

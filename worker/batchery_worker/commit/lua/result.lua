@@ -55,14 +55,15 @@ local function may_write(key, spares_failures, is_start)
   return spares_failures and is_failure and 2 or 1
 end
 
--- Stores a result and announces it; `expires_s` is 0 for never.
-local function write(key, value, expires_s)
+-- Stores a result and announces it; `expires_s` is 0 for never. Without a database it is a cluster's,
+-- which would send the value to all of its nodes: those who hear of it read it.
+local function write(key, value, expires_s, database)
   if expires_s > 0 then
     redis.call('SET', key, value, 'EX', expires_s)
   else
     redis.call('SET', key, value)
   end
-  redis.call('PUBLISH', key, value)
+  redis.call('PUBLISH', key, database ~= '' and value or '')
 end
 
 -- Whether exactly this result is stored, because an earlier call, whose answer was lost, has written
