@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
+from batchery.broker_url import read_cluster_url
 from support.deployed import check_environment
 from support.docs_commands import check, check_install
 from support.harness import TESTS
+from support.own_cluster import OwnCluster
+from support.own_redis import makes_clusters, redis_servers
 
 ROOT = TESTS.parent
 DEPLOY = ROOT / "deploy"
@@ -29,10 +32,18 @@ BIN = Path(sys.executable).parent
 #: `${NAME}`, `${NAME:-default}` and `${NAME:?what to do}`, as compose files spell variables.
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
 
-TEXT = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(
-    VARIABLE.sub(lambda found: found["text"] if found["kind"] == "-" else "", TEXT)
-)["services"]
+
+def read_services(name: str) -> dict[str, dict[str, Any]]:
+    """The services of a compose file, with the defaults of its variables."""
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    whole = VARIABLE.sub(lambda found: found["text"] if found["kind"] == "-" else "", text)
+    services: dict[str, dict[str, Any]] = yaml.safe_load(whole)["services"]
+    return services
+
+
+SERVICES = read_services("compose.yaml")
+#: What a second file adds: it is merged into the first one.
+CLUSTERED = read_services("compose.cluster.yaml")
 OURS = {name: each for name, each in SERVICES.items() if each["image"].startswith("batchery:")}
 
 
@@ -46,10 +57,11 @@ def instructions(name: str) -> list[str]:
 
 def test_compose_and_docker_know_all_that_the_files_say() -> None:
     schema = ("--builtin-schema", "vendor.compose-spec")
-    subprocess.run([BIN / "check-jsonschema", *schema, DEPLOY / "compose.yaml"], check=True)
+    files = [DEPLOY / "compose.yaml", DEPLOY / "compose.cluster.yaml"]
+    subprocess.run([BIN / "check-jsonschema", *schema, *files], check=True)
     subprocess.run([BIN / "hadolint", DEPLOY / "Dockerfile"], check=True)
-    for name, service in SERVICES.items():
-        assert set(service.get("depends_on", {})) <= set(SERVICES), name
+    for name, service in [*SERVICES.items(), *CLUSTERED.items()]:
+        assert set(service.get("depends_on", {})) <= {*SERVICES, *CLUSTERED}, name
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert not source.startswith(".") or (DEPLOY / source).is_file(), volume
@@ -65,6 +77,38 @@ def test_every_command_and_setting_exists(name: str) -> None:
     kind, *words = service["healthcheck"]["test"]
     assert kind == "CMD"
     check(words)
+
+
+def test_all_of_ours_know_the_cluster_whose_nodes_keep_their_addresses() -> None:
+    nodes = {
+        each["networks"]["default"]["ipv4_address"]: each["volumes"]
+        for name, each in CLUSTERED.items()
+        if name.startswith("node")
+    }
+    assert len(nodes) == 6
+    assert len({volumes[-1] for volumes in nodes.values()}) == 6
+    [joined] = CLUSTERED["cluster"]["command"]
+    assert re.findall(r"[\d.]+(?=:6379)", joined) == list(nodes)
+    for name in OURS:
+        check_environment(list(CLUSTERED[name]["environment"]))
+        named, _ = read_cluster_url(CLUSTERED[name]["environment"]["BATCHERY_REDIS_URL"])
+        assert {host for host, _ in named} <= set(nodes)
+
+
+def test_six_nodes_start_with_the_settings_of_a_cluster(tmp_path: Path) -> None:
+    server = next(filter(makes_clusters, redis_servers()), None)
+    if server is None:
+        pytest.skip("no Redis 7 or newer is installed here")
+    lines = [
+        line.split(maxsplit=1)
+        for name in ("redis.conf", "redis-cluster.conf")
+        for line in (DEPLOY / name).read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith(("#", "bind", "include"))
+    ]
+    options: dict[str, Any] = {name.replace("-", "_"): value for name, value in lines}
+    assert {"cluster_enabled", "appendonly"} <= set(options)
+    with OwnCluster(tmp_path / "nodes", binary=server, **options) as cluster:
+        assert cluster.is_ready()
 
 
 def test_the_dockerfile_copies_and_installs_what_exists() -> None:

@@ -12,6 +12,7 @@ import pytest
 from conftest import flush
 from support.docs_page import follow
 from support.harness import TESTS
+from support.own_cluster import OwnCluster
 
 ROOT = TESTS.parent
 PAGES = [
@@ -29,12 +30,15 @@ WITHOUT_REDIS = {"testing.md"}
 @EACH_PAGE
 @pytest.mark.usefixtures("no_settings")
 def test_every_code_block_does_what_the_page_says(
-    path: Path, tmp_path: Path, redis_url: str, hub: Path
+    path: Path, tmp_path: Path, redis_url: str, hub: Path, request: pytest.FixtureRequest
 ) -> None:
     # What a page has sent last is still in the queue when its worker ends.
     flush(redis_url)
     environment = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
-    if path.name not in WITHOUT_REDIS:
+    if path.name == "cluster.md":
+        cluster: OwnCluster = request.getfixturevalue("cluster")
+        environment |= {"CELERY_BROKER_URL": redis_url, "BATCHERY_REDIS_URL": cluster.url}
+    elif path.name not in WITHOUT_REDIS:
         for variable in ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND", "BATCHERY_REDIS_URL"):
             environment[variable] = redis_url
     follow(path, tmp_path, environment)

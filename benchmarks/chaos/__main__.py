@@ -28,6 +28,8 @@ HELP = {
     "malformed": "Messages that are none.",
     "fills": "Redis at maxmemory for --full-s, while workers start and end.",
     "failovers": "A replica promoted; the old primary turns read-only and cuts its connections.",
+    "moves": "Shards of the cluster moved to another primary.",
+    "broker_restarts": "kill -9 of RabbitMQ, then its start on the same data.",
     "workers": "Workers at the start.",
     "min_workers": "Fewest workers later, but where Redis is full.",
     "max_workers": "Most workers later.",
@@ -60,6 +62,10 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @plan_options
 @click.option(
     "--transport", type=click.Choice(list(TRANSPORTS)), default="batchery", show_default=True
+)
+@click.option("--cluster", is_flag=True, help="Batch jobs and results are on a Redis Cluster.")
+@click.option(
+    "--rabbitmq", is_flag=True, help="The broker is a RabbitMQ, and batch jobs are on Redis."
 )
 @click.option(
     "--minutes",

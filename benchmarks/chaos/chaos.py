@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from redis import Redis
 from redis.exceptions import ResponseError
 
 from batchery.errors import StartError
@@ -27,6 +26,7 @@ from benchmarks.chaos.tasks import BATCH_TASKS, QUEUE
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import Watcher
 from benchmarks.chaos.workload import Order, orders
+from benchmarks.redis_clients import connect
 
 #: Pause between two looks at the clock, in seconds.
 TICK_S = 0.02
@@ -60,7 +60,7 @@ def run(
     with contextlib.ExitStack() as stack:
         cluster = Cluster(plan, folder, say, time.monotonic)
         stack.callback(cluster.close)
-        outbox = Outbox(cluster.redis.url)
+        outbox = Outbox(cluster.redis.url, cluster.broker_urls[1])
         stack.callback(outbox.close)
         watcher = Watcher(cluster.redis.url, time.monotonic, plan.keep_s)
         stack.callback(watcher.close)
@@ -83,7 +83,7 @@ def run(
             {str(action): count for action, count in cluster.done.items()},
             ended=cluster.ended,
         )
-        with contextlib.closing(Redis.from_url(cluster.redis.url)) as redis:
+        with contextlib.closing(connect(cluster.redis.url)) as redis:
             verdict.judge(chaos.submissions, watcher.answers, Traces(redis).has)
             verdict.unknown_keys = _list_unknown(redis)
         verdict.count(chaos.submissions, receipts(cluster.ledger), executions(cluster.ledger))
@@ -113,7 +113,7 @@ def _watch(plan: Plan, cluster: Cluster, folder: Path, stack: contextlib.ExitSta
     )
 
 
-def _list_unknown(redis: Redis) -> list[str]:
+def _list_unknown(redis: Any) -> list[str]:
     """The keys of a Redis that belong to no family."""
     families = Families(QUEUE, *BATCH_TASKS)
     names = (key.decode(errors="replace") for key in redis.scan_iter(count=1000))
@@ -246,9 +246,12 @@ class Run:
 
 
 class Traces:
-    """Every message that is somewhere in a Redis, wherever a transport keeps it."""
+    """Every message that is somewhere in a Redis or cluster, wherever a transport keeps it.
 
-    def __init__(self, redis: Redis) -> None:
+    What a broker beside it still has counts as lost, not as stuck.
+    """
+
+    def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._text: bytes | None = None
 
@@ -259,7 +262,7 @@ class Traces:
         return task_id.encode() in self._text
 
     def _values(self) -> Iterator[bytes]:
-        redis: Any = self._redis
+        redis = self._redis
         for key in redis.scan_iter(count=1000):
             with contextlib.suppress(ResponseError):
                 match redis.type(key):

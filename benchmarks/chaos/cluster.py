@@ -1,4 +1,4 @@
-"""The system under test: a Redis and a changing number of workers, and everything done to them."""
+"""The system under test: servers and a changing number of workers, and all that is done to them."""
 
 import contextlib
 import os
@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from batchery.errors import StartError
+from batchery_worker.devstack.redis_server import EmbeddedRedis
+from benchmarks.chaos.faulty_cluster import FaultyCluster
 from benchmarks.chaos.member import Member
 from benchmarks.chaos.plan import POOLS, Plan
 from benchmarks.chaos.recovery import Loss
 from benchmarks.chaos.schedule import DISTURBING, Action, Event
 from benchmarks.chaos.server import FaultyRedis
 from benchmarks.chaos.tasks import MODULE
+from benchmarks.rabbitmq import OwnRabbitMQ, find_rabbitmq
 from benchmarks.venvs import ROOT
 
 T = TypeVar("T")
@@ -28,7 +32,7 @@ KILLS_AND_STOPS = (
 
 
 class Cluster:
-    """Redis and workers; `close` ends them all."""
+    """Servers and workers; `close` ends them all."""
 
     def __init__(
         self, plan: Plan, folder: Path, say: Callable[[str], None], clock: Callable[[], float]
@@ -43,6 +47,8 @@ class Cluster:
 
         Raises:
             RedisUnavailable: There is no redis-server, or it does not start.
+            StartError: There is no RabbitMQ.
+            TimeoutError: A server does not start.
         """
         #: Where executions are written down.
         self.ledger = folder / "ledger"
@@ -66,10 +72,18 @@ class Cluster:
         #: Of workers that have ended. Every other one that starts takes such a name, as if it had
         #: been restarted in its place.
         self._free_names: list[str] = []
-        self.redis = FaultyRedis(folder / "redis")
+        self._stack = contextlib.ExitStack()
+        where = folder / "redis"
+        #: With batch jobs and results.
+        self.redis = FaultyCluster(where) if plan.cluster else FaultyRedis(where)
+        self._stack.callback(self.redis.close)
+        self._rabbit = self._start_rabbit(folder / "rabbitmq") if plan.rabbitmq else None
+        #: The app's broker, as workers and the harness reach it.
+        self.broker_urls = self._find_brokers(plan)
         self.ledger.mkdir()
         text = MODULE.format(
             root=str(ROOT),
+            broker=self.broker_urls[0],
             url=self.redis.worker_url,
             transport=plan.transport,
             folder=str(self.ledger),
@@ -91,7 +105,7 @@ class Cluster:
         elif event.action in KILLS_AND_STOPS:
             what = self._hit(event)
         else:
-            what = self._do(event.action)
+            what = self._do(event.action, event.pick)
         if what:
             self.done[event.action] += 1
             if event.action in DISTURBING:
@@ -127,22 +141,40 @@ class Cluster:
 
     def heal(self) -> None:
         """Ends every fault: Redis is up and has room, and a worker runs."""
-        self.redis.restart()
-        self.redis.follow()
-        self.redis.free()
+        self.redis.heal()
+        if self._rabbit is not None:
+            self._rabbit.start()
         while self._do(Action.CONTINUE_WORKER):
             pass
         self._scale(max(1, len(self._staying)))
 
     def close(self) -> None:
-        """Kills the workers, then stops Redis."""
+        """Kills the workers, then stops the servers."""
         for member in self._members:
             member.close()
-        self.redis.close()
+        self._stack.close()
 
     @property
     def _staying(self) -> list[Member]:
         return [member for member in self._members if not member.is_leaving]
+
+    def _start_rabbit(self, folder: Path) -> OwnRabbitMQ:
+        program = find_rabbitmq()
+        if program is None:
+            raise StartError("no RabbitMQ on this machine: `apt install rabbitmq-server`")
+        made = OwnRabbitMQ(folder, program)
+        self._stack.callback(made.stop)
+        made.wait_ready()
+        return made
+
+    def _find_brokers(self, plan: Plan) -> tuple[str, str]:
+        if self._rabbit is not None:
+            return self._rabbit.url, self._rabbit.url
+        if not plan.is_apart:
+            return self.redis.worker_url, self.redis.url
+        # Nobody disturbs it.
+        server = self._stack.enter_context(EmbeddedRedis())
+        return server.url, server.url
 
     def _start(self) -> None:
         self._started += 1
@@ -186,29 +218,46 @@ class Cluster:
         self.losses.append(Loss(victim.pid, at_s, event.action, others))
         return victim.name
 
-    def _do(self, action: Action) -> str:
-        """Does something to Redis, or continues the worker that was stopped first."""
+    def _do(self, action: Action, pick: float = 0.0) -> str:
+        """Does something to a server, or continues the worker that was stopped first."""
         match action:
             case Action.CONTINUE_WORKER:
-                stopped = [member for member in self._members if member.is_stopped][:1]
-                for member in stopped:
-                    member.go_on()
-                return " ".join(member.name for member in stopped)
-            case Action.REDIS_DOWN:
-                self.redis.kill()
-            case Action.REDIS_UP:
-                self.redis.restart()
+                return self._go_on()
             case Action.CUT:
                 return f"{self.redis.cut()} of them"
-            case Action.FILL:
-                return "done" if self.redis.fill() else ""
-            case Action.FREE:
-                return "done" if self.redis.free() else ""
-            case Action.FAIL_OVER:
-                return "done" if self.redis.fail_over() else ""
-            case Action.FOLLOW:
-                self.redis.follow()
+            case Action.BROKER_DOWN if self._rabbit is not None:
+                self._rabbit.kill()
+            case Action.BROKER_UP if self._rabbit is not None:
+                self._rabbit.start()
+            case _:
+                return "done" if self._do_to_redis(action, pick) else ""
         return "done"
+
+    def _go_on(self) -> str:
+        stopped = [member for member in self._members if member.is_stopped][:1]
+        for member in stopped:
+            member.go_on()
+        return " ".join(member.name for member in stopped)
+
+    def _do_to_redis(self, action: Action, pick: float) -> bool:
+        """Does something to Redis, or to a node of a cluster; returns whether it could be done."""
+        redis = self.redis
+        match action:
+            case Action.REDIS_DOWN:
+                return redis.kill(pick)
+            case Action.REDIS_UP:
+                return redis.restart()
+            case Action.FILL:
+                return redis.fill()
+            case Action.FREE:
+                return redis.free()
+            case Action.FAIL_OVER:
+                return redis.fail_over(pick)
+            case Action.FOLLOW:
+                return redis.follow()
+            case Action.MOVE_SLOT:
+                return redis.move(pick)
+        return True
 
 
 def _kill_one(up: Sequence[Member], of: Callable[[Member], list[int]], where: float) -> str:

@@ -2,6 +2,8 @@
 
 from fnmatch import fnmatchcase
 
+from benchmarks.redis_clients import strip_tag
+
 #: Of a queue: its lists, for each priority and for its tenants; jobs of the other kind, and those
 #: whose time has not come.
 QUEUES = (
@@ -44,6 +46,7 @@ class Families:
 
     def find(self, key: str) -> str | None:
         """The family of a key, as a pattern; None if no family has it."""
+        key = strip_tag(key)
         if key.startswith(OWN[:-1]):
             return OWN
         # Results are so many that most keys are found in the first comparison.

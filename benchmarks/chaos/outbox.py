@@ -1,7 +1,7 @@
 """Submits jobs so that it is certain, whatever happens to Redis meanwhile, what was submitted once.
 
-Messages are Celery's own, captured in memory. Those of one job go to Redis in one script that does
-nothing the second time, and it is repeated until its answer has arrived.
+Messages are Celery's own, captured in memory. Those of one job are put again until that was
+confirmed.
 """
 
 import json
@@ -12,28 +12,14 @@ from queue import Queue
 from typing import Any
 
 from celery import Celery, chain, chord
-from celery.backends.redis import RedisBackend
 from kombu.transport import memory
-from redis import Redis
-from redis.exceptions import RedisError
 
+from batchery import install
+from batchery.broker_url import is_cluster
 from benchmarks.chaos.tasks import BATCH_TASKS, ORDINARY, QUEUE, STEP, TOTAL
+from benchmarks.chaos.ways import RabbitWay, RedisWay
 from benchmarks.chaos.workload import Kind, Order
-
-_RedisBackend: Any = RedisBackend
-
-#: Number of the last job that was submitted, so that none is submitted twice.
-MARK = "chaos:submitted"
-
-# First the mark: at maxmemory Redis then refuses the script before it has done anything.
-SUBMIT = """
-if tonumber(ARGV[1]) > tonumber(redis.call('GET', KEYS[1]) or -1) then
-    redis.call('SET', KEYS[1], ARGV[1])
-    for at = 2, #KEYS do
-        redis.call('LPUSH', KEYS[at], ARGV[at])
-    end
-end
-"""
+from benchmarks.redis_clients import AWAY
 
 #: Time of jobs with a countdown, in seconds: no device holds them meanwhile.
 LATER_S = 6.0
@@ -54,40 +40,34 @@ class Submission:
     sent_once: frozenset[str]
 
 
-class SilentBackend(_RedisBackend):  # type: ignore[misc]
-    """Prepares chords, and subscribes to nothing: the watcher sees all results."""
-
-    def on_task_call(self, producer: Any, task_id: str) -> None:
-        """Called for each message; does nothing."""
-
-    def add_pending_result(self, result: Any, **_: Any) -> Any:
-        """Called for each part of a chord; Redis may be down."""
-        return result
-
-    def on_result_fulfilled(self, result: Any) -> None:
-        """Called when a result object goes away; there is no subscription to end."""
-
-
 class Outbox:
     """Jobs on their way to Redis, in order."""
 
-    def __init__(self, url: str) -> None:
-        """Connects to nothing yet.
+    def __init__(self, url: str, broker_url: str) -> None:
+        """Prepares to send.
 
         Args:
-            url: Redis of the workers; it may be down at any time.
+            url: Redis or cluster of the batch jobs; it may be down at any time.
+            broker_url: The broker; the same where batch jobs are with it.
         """
         self._app = Celery("outbox", set_as_current=False)
         self._app.conf.update(
             broker_url="memory://",
-            result_backend=f"{__name__}:SilentBackend+{url}",
+            result_backend=url,
             result_backend_transport_options={"retry_policy": {"max_retries": 0}},
             task_default_queue=QUEUE,
             task_routes=ROUTES,
             task_publish_retry=False,
         )
-        self._redis = Redis.from_url(url, socket_timeout=5)
-        self._submit = self._redis.register_script(SUBMIT)
+        if is_cluster(url):
+            install(self._app)
+        _silence(self._app.backend)
+        self._own = RedisWay(url)
+        self._broker: RedisWay | RabbitWay = self._own
+        if broker_url.startswith("amqp"):
+            self._broker = RabbitWay(broker_url, (QUEUE, *BATCH_TASKS))
+        elif broker_url != url:
+            self._broker = RedisWay(broker_url)
         self._waiting: deque[Order] = deque()
         self._ready: tuple[Submission, list[str]] | None = None
 
@@ -111,29 +91,31 @@ class Outbox:
                     self._ready = self._prepare(self._waiting[0])
                     self._waiting.popleft()
                 submission, messages = self._ready
-                queues = [json.loads(each)["properties"]["delivery_info"] for each in messages]
-                self._submit(
-                    keys=[MARK, *(each["routing_key"] for each in queues)],
-                    args=[submission.order.number, *messages],
-                )
+                self._way(submission.order).put(submission.order.number, messages)
                 self._ready = None
                 done.append(submission)
-        except (RedisError, OSError):
+        except AWAY:
             pass  # It is down, full, or reading its data: the next call tries again.
         return done
 
     def throw(self, message: bytes) -> bool:
         """Puts something into the queue as it is; returns whether Redis took it."""
         try:
-            self._redis.lpush(QUEUE, message)
-        except (RedisError, OSError):
+            self._own.throw(QUEUE if self._broker is self._own else STEP, message)
+        except AWAY:
             return False
         return True
 
     def close(self) -> None:
         """Closes its connections."""
-        self._redis.close()
+        self._own.close()
+        self._broker.close()
         self._app.close()
+
+    def _way(self, order: Order) -> RedisWay | RabbitWay:
+        """Ordinary jobs go to the broker; to a RabbitMQ every other one, as of stock clients."""
+        by_broker = not self._broker.is_exact and order.number % 2 == 1
+        return self._broker if by_broker or order.kind is Kind.ORDINARY else self._own
 
     def _prepare(self, order: Order) -> tuple[Submission, list[str]]:
         _captured()  # What a failed attempt has left behind.
@@ -149,6 +131,9 @@ class Outbox:
         once = frozenset(every) - frozenset(sent)
         if order.kind is Kind.MIXED_CHAIN:
             once -= {ids[-1]}
+        if not self._way(order).is_exact:
+            # What is there twice sends what follows twice.
+            once = frozenset()
         return Submission(order, every, once), messages
 
     def _signature(self, order: Order) -> Any:
@@ -170,6 +155,13 @@ class Outbox:
                 return chain(step.clone((items[0],)), ordinary, step.clone())
             case Kind.CHORD:
                 return chord([step.clone((item,)) for item in items], self._app.signature(TOTAL))
+
+
+def _silence(backend: Any) -> None:
+    """Lets a backend prepare chords, and subscribe to nothing: the watcher sees all results."""
+    backend.on_task_call = backend.on_result_fulfilled = lambda *_, **__: None
+    # Called for each part of a chord; Redis may be down.
+    backend.add_pending_result = lambda result, **_: result
 
 
 def _captured() -> list[Any]:

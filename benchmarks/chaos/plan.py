@@ -56,8 +56,18 @@ class Plan:
     malformed: int = 8
     #: Redis at maxmemory, for `full_s`; meanwhile workers start and end.
     fills: int = 1
-    #: A replica takes the place of Redis, which turns read-only and cuts its connections.
+    #: A replica takes the place of Redis, which turns read-only and cuts its connections. On a
+    #: cluster: of a primary that is killed.
     failovers: int = 1
+    #: Batch jobs and results are on a Redis Cluster, apart from the broker.
+    cluster: bool = False
+    #: The broker is a RabbitMQ; batch jobs and results are on Redis. Every other batch job comes
+    #: by way of the broker, as from clients without Batchery.
+    rabbitmq: bool = False
+    #: A shard of the cluster moves to another primary.
+    moves: int = 0
+    #: `kill -9` of RabbitMQ, and its start on the same data.
+    broker_restarts: int = 0
     #: How often all of these faults come, one round after the other.
     rounds: int = 1
     #: Workers at the start; later between `min_workers` and `max_workers`, as the seed has it.
@@ -91,7 +101,13 @@ class Plan:
         """How often something goes wrong; malformed messages come beside it."""
         processes = self.kills + self.device_kills + self.child_kills + self.stops
         others = self.redis_restarts + self.cuts + self.fills + self.failovers
-        return self.rounds * (processes + others)
+        apart = self.moves + self.broker_restarts
+        return self.rounds * (processes + others + apart)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether batch jobs are elsewhere than with the broker."""
+        return self.cluster or self.rabbitmq
 
     @property
     def calibration_tasks(self) -> int:

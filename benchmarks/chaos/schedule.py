@@ -24,6 +24,9 @@ class Action(StrEnum):
     FREE = "free redis"
     FAIL_OVER = "fail over"
     FOLLOW = "follow"
+    MOVE_SLOT = "move slot"
+    BROKER_DOWN = "kill broker"
+    BROKER_UP = "start broker"
     MALFORMED = "malformed message"
 
 
@@ -39,6 +42,9 @@ DISTURBING = frozenset(
         Action.FREE,
         Action.FAIL_OVER,
         Action.FOLLOW,
+        Action.MOVE_SLOT,
+        Action.BROKER_DOWN,
+        Action.BROKER_UP,
     }
 )
 
@@ -56,19 +62,26 @@ class Event:
     number: int = 0
 
 
-#: How long a kill waits that found nothing to kill, in seconds: something is just starting.
+#: How long a fault waits that found nothing to be done to, in seconds: something is just starting.
 AGAIN_S = 0.5
+
+#: How long after that its end comes, in seconds.
+AFTER_S = 1.0
 
 
 def again(event: Event) -> list[Event]:
-    """What takes the place of an event that found nothing to be done to; only kills are repeated.
+    """What takes the place of an event that found nothing to be done to, if it is repeated.
 
-    The workers that it should have left are asked for once more, or there might be none.
+    What ends it is repeated, too: it may have come already.
     """
     later = replace(event, at_s=event.at_s + AGAIN_S)
     match event.action:
-        case Action.KILL_DEVICE:
+        case Action.KILL_DEVICE | Action.FOLLOW | Action.MOVE_SLOT:
             return [later]
+        case Action.REDIS_DOWN:
+            return [later, Event(later.at_s + AFTER_S, Action.REDIS_UP)]
+        case Action.FAIL_OVER:
+            return [later, Event(later.at_s + AFTER_S, Action.FOLLOW)]
         case Action.KILL_WORKER | Action.KILL_CHILD:
             return [later, Event(later.at_s + AGAIN_S, Action.SCALE, number=event.number)]
         case _:
@@ -91,6 +104,8 @@ def schedule(plan: Plan) -> list[Event]:
         *[Action.CUT] * plan.cuts,
         *[Action.FILL] * plan.fills,
         *[Action.FAIL_OVER] * plan.failovers,
+        *[Action.MOVE_SLOT] * plan.moves,
+        *[Action.BROKER_DOWN] * plan.broker_restarts,
     ]
     faults = []
     for _ in range(plan.rounds):
@@ -124,6 +139,8 @@ def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[
             yield Event(at_s + plan.stop_s, Action.CONTINUE_WORKER)
         case Action.REDIS_DOWN:
             yield Event(at_s + random.uniform(0.2, 1.5), Action.REDIS_UP)
+        case Action.BROKER_DOWN:
+            yield Event(at_s + random.uniform(0.2, 1.5), Action.BROKER_UP)
         case Action.FILL:
             # Workers end and start while there is no room.
             yield Event(at_s + 0.1, Action.SCALE, number=max(1, plan.min_workers - 1))

@@ -57,24 +57,27 @@ class FaultyRedis:
         """URL for the harness itself."""
         return self._url(self._own)
 
-    def kill(self) -> None:
+    def kill(self, _: float = 0.0) -> bool:
         """Kills the server; its data is as the disk has it."""
         if self._is_up:
             self._is_up = False
             os.kill(self._server.pid, signal.SIGKILL)
             self._server.stop()
+        return True
 
-    def restart(self) -> None:
-        """Starts it on the same data, if it does not run.
+    def restart(self) -> bool:
+        """Starts it on the same data, if it does not run; returns whether it did not.
 
         Raises:
             RedisUnavailable: It does not start.
         """
-        if not self._is_up:
-            self._server.start()
-            self._set("appendfsync", "always")
-            self._workers.target = self._own.target = self._server.port
-            self._is_up = True
+        if self._is_up:
+            return False
+        self._server.start()
+        self._set("appendfsync", "always")
+        self._workers.target = self._own.target = self._server.port
+        self._is_up = True
+        return True
 
     def fill(self) -> bool:
         """Puts the server at maxmemory: it refuses what needs more. Returns whether it runs."""
@@ -84,7 +87,7 @@ class FaultyRedis:
         """Ends that; so does a restart."""
         return self._is_up and self._set("maxmemory", "0")
 
-    def fail_over(self) -> bool:
+    def fail_over(self, _: float = 0.0) -> bool:
         """Makes a replica the primary; returns whether the primary runs.
 
         The old one is a replica then, takes no writes, and cuts its connections. Workers and
@@ -117,7 +120,7 @@ class FaultyRedis:
         self._server, self._spare = new, old
         return True
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
         """Leads everybody to the new primary, as Sentinel or a name server does.
 
         Whoever is there already keeps his connections: stock Celery loses a message that is on its
@@ -127,6 +130,17 @@ class FaultyRedis:
             self._workers.target = self._own.target = self._server.port
             self._workers.cut()
             self._own.cut()
+        return True
+
+    def move(self, _: float = 0.0) -> bool:
+        """Does nothing: there is no other node."""
+        return True
+
+    def heal(self) -> None:
+        """Ends every fault: it is up, everybody is led to it, and it has room."""
+        self.restart()
+        self.follow()
+        self.free()
 
     def cut(self) -> int:
         """Cuts all connections of workers; returns how many there were."""

@@ -27,25 +27,28 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmarks.chaos.tasks import make_app
 
-app = make_app({url!r}, {transport!r}, Path({folder!r}), {batch_s!r}, {keep_s!r})
+app = make_app({broker!r}, {url!r}, {transport!r}, Path({folder!r}), {batch_s!r}, {keep_s!r})
 """
 
 
 def make_app(
-    url: str, transport: TransportName, folder: Path, batch_s: float, keep_s: int
+    broker: str, url: str, transport: TransportName, folder: Path, batch_s: float, keep_s: int
 ) -> Celery:
     """Makes the app.
 
     Args:
-        url: Redis for messages and results.
+        broker: That of Celery, with batch jobs if it is the same Redis.
+        url: Redis or cluster for batch jobs and results.
         transport: Name of the transport under test.
         folder: Where executions are written down, far from Redis.
         batch_s: How long a batch takes.
         keep_s: How long results are kept; 0 for Celery's default.
     """
-    app = install(Celery("chaos", broker=url, backend=url, set_as_current=False))
+    app = Celery("chaos", broker=broker, backend=url, set_as_current=False)
+    install(app, redis_url=None if broker == url else url)
+    if broker.startswith("redis"):
+        app.conf.broker_transport = TRANSPORTS[transport]
     app.conf.update(
-        broker_transport=TRANSPORTS[transport],
         broker_connection_retry_on_startup=True,
         task_acks_late=True,
         # Or a killed child would fail its task, as it does on stock Celery.

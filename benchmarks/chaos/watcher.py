@@ -5,10 +5,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from redis import Redis
-from redis.exceptions import RedisError
-
+from batchery.broker_url import is_cluster
 from benchmarks.chaos.answers import Answers
+from benchmarks.redis_clients import AWAY, connect, find_tag
 
 PREFIX = "celery-task-meta-"
 
@@ -33,7 +32,7 @@ class Watcher:
         """Starts it.
 
         Args:
-            url: Redis of the workers.
+            url: Redis or cluster of the workers.
             clock: The one that the ledger goes by.
             keep_s: How long results are kept: one that has changed is found before it goes. 0 if
                 they are all there until the final look.
@@ -43,7 +42,8 @@ class Watcher:
         self._again: deque[tuple[float, str]] = deque()
         self._clock = clock
         self.answers = Answers()
-        self._redis: Any = Redis.from_url(url, socket_timeout=5)
+        self._url = url
+        self._redis: Any = connect(url)
         self._lock = threading.Lock()
         self._open: dict[str, None] = {}
         self._closed = threading.Event()
@@ -70,6 +70,7 @@ class Watcher:
 
         Raises:
             RedisError: Redis does not answer.
+            RedisClusterException: A cluster does not answer.
         """
         self._look([*self.answers.first, *self._open])
 
@@ -82,9 +83,17 @@ class Watcher:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                self._listen()
-            except (RedisError, OSError):
+                if is_cluster(self._url):
+                    # Each node would announce its own.
+                    self._look_on()
+                else:
+                    self._listen()
+            except AWAY:
                 self._closed.wait(WAIT_S)
+
+    def _look_on(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            self._look_at_open()
 
     def _listen(self) -> None:
         with self._redis.pubsub(ignore_subscribe_messages=True) as announcements:
@@ -92,12 +101,15 @@ class Watcher:
             look_s = 0.0
             while not self._closed.is_set():
                 if self._clock() >= look_s:
-                    with self._lock:
-                        missing = list(self._open)
-                    self._look([*missing, *self._due_again()])
+                    self._look_at_open()
                     look_s = self._clock() + LOOK_S
                 if message := announcements.get_message(timeout=WAIT_S):
                     self._saw(message["channel"].decode()[len(PREFIX) :], message["data"])
+
+    def _look_at_open(self) -> None:
+        with self._lock:
+            missing = list(self._open)
+        self._look([*missing, *self._due_again()])
 
     def _due_again(self) -> list[str]:
         with self._lock:
@@ -109,7 +121,10 @@ class Watcher:
     def _look(self, task_ids: list[str]) -> None:
         for start in range(0, len(task_ids), CHUNK):
             chunk = task_ids[start : start + CHUNK]
-            payloads = self._redis.mget([PREFIX + each for each in chunk])
+            keys = [find_tag(self._url, each) + PREFIX + each for each in chunk]
+            # On a cluster one command for each slot.
+            read = self._redis.mget_nonatomic if is_cluster(self._url) else self._redis.mget
+            payloads = read(keys)
             for task_id, payload in zip(chunk, payloads, strict=True):
                 if payload is not None:
                     self._saw(task_id, payload)

@@ -163,7 +163,7 @@ class Bench:
         return float(keyspace.get("db0", {}).get("expires", 0)) / system.keys_per_job
 
 
-def cpu_of(worker: psutil.Popen) -> float:
+def cpu_of(worker: psutil.Process | psutil.Popen) -> float:
     """Processor time of a worker and its children so far, ended ones included, in seconds."""
     family = [worker, *worker.children(recursive=True)]
     used = 0.0

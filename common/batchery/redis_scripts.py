@@ -164,17 +164,17 @@ class RedisScripts:
             connection.send_packed_command((packed(command),))
         except BaseException:
             # The client may have no other one.
-            self._release()
+            self.release()
             raise
 
         def read() -> Any:
             try:
                 answer = connection.read_response()
             except redis.exceptions.NoScriptError:
-                self._release()
+                self.release()
                 return self.run(name, keys, *args)
             except BaseException:
-                self._release()
+                self.release()
                 raise
             took.calls += 1
             took.seconds += perf_counter() - began_s
@@ -192,11 +192,12 @@ class RedisScripts:
                     return connection
             except (redis.ConnectionError, redis.TimeoutError, OSError):
                 pass  # The pool connects it anew.
-            self._release()
+            self.release()
         self._connection = self._client.connection_pool.get_connection()
         return self._connection
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Gives the connection of `send` back to the client's pool, where others may need it."""
         connection, self._connection = self._connection, None
         self._client.connection_pool.release(connection)
 

@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 from celery import Celery, uuid
 from celery.result import AsyncResult
 
+from batchery.cluster_backend import use_cluster_results
 from batchery.errors import BatchArgumentError
 from batchery.installation import use_redis
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
@@ -240,6 +241,7 @@ def make_app(app: Celery | str) -> Celery:
         return app
     # Beside a cluster there may be no broker at all, which must not be waited for.
     made = Celery("client", broker="memory://", set_as_current=False)
+    use_cluster_results(made)
     use_redis(made, app)
     return made
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.redis_cluster import find_cluster_server
 from support.bench_command import bench
 from support.patience import patient
 
@@ -43,6 +44,13 @@ def test_queue_measures_the_rows_that_are_asked_for(report: Any) -> None:
         "Redis alone, 64 at a time",
     ]
     assert found["rows"][0]["call_p50_ms"] <= found["rows"][0]["call_p99_ms"]
+
+
+@pytest.mark.skipif(find_cluster_server() is None, reason="no Redis 7 or newer is installed here")
+def test_a_cluster_has_figures_of_each_node_beside_those_of_one_server(report: Any) -> None:
+    rows = report("queue.cluster", "--jobs=400", "--rounds=1")["rows"]
+    assert [row["system"] for row in rows] == ["one server", "four nodes"]
+    assert [len(row["node_us_per_job"]) for row in rows] == [1, 4]
 
 
 def test_bulk_measures_the_rows_that_are_asked_for(report: Any) -> None:

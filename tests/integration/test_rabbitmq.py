@@ -10,9 +10,9 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from kombu import Connection
 
 from batchery import DeviceDied
+from benchmarks.rabbitmq import OwnRabbitMQ, find_rabbitmq
 from conftest import StartWorker
 from support.harness import Worker, device_busy, wait_for
-from support.own_rabbitmq import OwnRabbitMQ, find_rabbitmq
 from support.patience import patient
 
 TIMEOUT_S = patient(60)

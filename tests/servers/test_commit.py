@@ -49,7 +49,12 @@ class House:
         self.results: Any = redis.Redis.from_url(server.url)
         self.leases = redis.Redis.from_url(f"{self.broker.url[:-1]}{broker_db}")
         self.store: Any = SimpleNamespace(
-            worker="me", keys=Keys(), lease_key=LEASES, db=broker_db, client=self.leases
+            worker="me",
+            keys=Keys(),
+            lease_key=LEASES,
+            db=broker_db,
+            client=self.leases,
+            shard=0,
         )
         self.pauses: list[float] = []
         self.waits = 0
@@ -318,11 +323,12 @@ def test_scripts_may_be_flushed(house: House) -> None:
 def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
-    house.committer._broker._store = house.store
-    for lossy in (house.committer._results, house.committer._broker):
-        assert lossy is not None
-        scripts: Any = LostAnswers(lossy.scripts, 2)
-        lossy._scripts = scripts
+    broker = house.committer._brokers[house.store.shard]
+    broker._store = house.store
+    assert house.committer._results is not None
+    for each in (house.committer._results, broker):
+        lossy: Any = each
+        lossy._scripts = LostAnswers(each.scripts, 2)
     none: dict[str, JobCommit] = {"t2": ("2", 0.0, None)}
     statuses = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), context=none)
     assert statuses == [COMMITTED, COMMITTED, FENCED]

@@ -59,8 +59,11 @@ PAGE_S = patient(150.0)
 #: Where a page finds the gateway that it starts; no other test has this port.
 GATEWAY = "http://localhost:8000"
 
-#: What pages call their Redis, and the variable that says which one it is.
-REDIS, REDIS_VARIABLE = "redis://localhost:6379/0", "BATCHERY_REDIS_URL"
+#: What pages call their Redis and their cluster -> the variable that says which one it is.
+REDIS = {
+    "redis://localhost:6379/0": "CELERY_BROKER_URL",
+    "redis+cluster://localhost:7000,localhost:7001,localhost:7002": "BATCHERY_REDIS_URL",
+}
 
 #: Maximum length of what a failure shows of the log, in characters.
 MAX_LOG_CHARS = 10_000
@@ -174,7 +177,9 @@ class Reader:
             # What a page calls its Redis is that of the test: a client takes what it is given.
             text = page.read_text(encoding="utf-8")
             copy = Path(folder, page.name)
-            copy.write_text(text.replace(REDIS, os.environ.get(REDIS_VARIABLE, REDIS)), "utf-8")
+            for url, variable in REDIS.items():
+                text = text.replace(url, os.environ.get(variable, url))
+            copy.write_text(text, "utf-8")
             document = Document.parse(str(copy), self)
         with self._shell:
             self._new_shell(document.namespace)

@@ -139,7 +139,8 @@ class _SlotConnection:
         except ELSEWHERE as error:
             self._cluster.note(error)
             self.disconnect()  # type: ignore[attr-defined]
-            raise SlotMoved(f"another node has the slot now: {error}") from error
+            # Whoever looks for a cause would take it for a refusal.
+            raise SlotMoved(f"another node has the slot now: {error}") from None
 
 
 class SlotConnection(_SlotConnection, redis.Connection):

@@ -191,7 +191,10 @@ class RetryingRedis:
 
     def disconnect(self) -> None:
         """Closes the connections; the next command connects anew, maybe to another server."""
-        client, self._client, self._scripts = self._client, None, None
+        client, scripts = self._client, self._scripts
+        self._client = self._scripts = None
+        if scripts is not None:
+            scripts.release()
         if client is not None:
             # Others may share it.
             client.connection_pool.disconnect(inuse_connections=False)
@@ -444,7 +447,8 @@ class RedisCommitter:
         self._servers = connect_results(backend, on_wait, sleep)
         #: The only one of them; None for a cluster.
         self._results = self._servers.get(b"")
-        self._broker = LeaseBroker(on_wait, sleep)
+        #: By number of the shard of a store.
+        self._brokers = defaultdict[int, LeaseBroker](lambda: LeaseBroker(on_wait, sleep))
         self._refusals: set[str] = set()
         #: Id of a worker that the backend's server does not know. A fenced worker gets another id.
         self._elsewhere = ""
@@ -548,7 +552,8 @@ class RedisCommitter:
         """
         store = context.store
         keys = (store.keys.workers, store.lease_key)
-        held = self._broker.ask("held", store, keys, store.worker, _tokens(part))
+        broker = self._brokers[store.shard]
+        held = broker.ask("held", store, keys, store.worker, _tokens(part))
         if held is None:
             self._unknown = store.worker
             return [CommitStatus.NEEDS_TRACER] * len(part)
@@ -563,7 +568,7 @@ class RedisCommitter:
             if self._results is None:
                 self._announce(ended, context.completion_streams)
             if ended:
-                self._broker.ask("end", store, keys[1:], _tokens(ended))
+                broker.ask("end", store, keys[1:], _tokens(ended))
         return [statuses[entry.index] for entry in part]
 
     def _store_in_shards(

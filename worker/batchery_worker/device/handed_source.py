@@ -114,9 +114,8 @@ class HandedSource:
     def return_due(self) -> None:
         """Does nothing: they wait in this process."""
 
-    def describe(self, known: str) -> str:
-        """Tells nobody."""
-        return known
+    def describe(self) -> None:
+        """Does nothing: there are no others who take jobs from it."""
 
     def figures(self) -> dict[str, Any]:
         """There are no leases."""

@@ -1,4 +1,4 @@
-"""A RabbitMQ of a test module's own, where Debian's package is installed."""
+"""A RabbitMQ of one's own that may be killed, where Debian's package is installed."""
 
 import contextlib
 import os
@@ -10,12 +10,11 @@ import psutil
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from support.harness import wait_for
-from support.own_redis import find_lasting_port
-from support.patience import patient
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from benchmarks.redis_cluster import find_lasting_port, wait_for
 
-#: Slow machines boot Erlang in half a minute.
-BOOT_S = patient(120.0)
+#: How long one connection may take while Erlang boots, in seconds.
+CONNECT_S = 60.0
 
 #: The command in PATH insists on a user of its own and on the machine's directories.
 DEBIAN = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -30,12 +29,18 @@ class OwnRabbitMQ:
     """Everything that it writes is in one directory, every port that it opens is free before."""
 
     def __init__(self, directory: Path, program: str) -> None:
+        """Starts it; `wait_ready` says when it takes connections.
+
+        Args:
+            directory: Where it keeps its data; it is made.
+            program: See `find_rabbitmq`.
+        """
         directory.mkdir(exist_ok=True)
         port = find_lasting_port()
         self.url = f"amqp://guest:guest@127.0.0.1:{port}//"
-        self._log = (directory / "rabbitmq.log").open("wb")
         self._names_port = str(find_lasting_port())
         self._program = program
+        self._directory = directory
         self._environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(directory),
@@ -50,19 +55,34 @@ class OwnRabbitMQ:
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(directory / "plugins"),
             "RABBITMQ_CONFIG_FILE": str(directory / "rabbitmq"),
         }
-        self._process = subprocess.Popen(
-            [program],
-            cwd=directory,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=self._environment,
-        )
+        self._process: GuardedProcess | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Starts it on its data, if it does not run."""
+        if self._process is None:
+            self._process = GuardedProcess(
+                [self._program], cwd=self._directory, env=self._environment
+            )
 
     def wait_ready(self) -> None:
-        """Waits until it takes connections."""
-        wait_for(self._answers, "RabbitMQ answers", BOOT_S)
+        """Waits until it takes connections.
+
+        Raises:
+            TimeoutError: It does not.
+        """
+        wait_for(self._answers, "RabbitMQ answers")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was not killed."""
+        return self._process is not None
+
+    def kill(self) -> None:
+        """Ends it by kill -9, and all that it has started in its group."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     def drop_connections(self) -> None:
         """Cuts every client off, as an operator can."""
@@ -76,22 +96,18 @@ class OwnRabbitMQ:
 
     def stop(self) -> None:
         """Ends it, and the name server that Erlang starts beside it."""
-        parent = psutil.Process(self._process.pid)
-        processes = [*parent.children(recursive=True), parent]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
-        self._log.close()
+        self.kill()
         for process in psutil.process_iter(["name"]):
             # It has left the family, but not its environment.
             if process.info["name"] == "epmd" and self._names_port == _names_port(process):
                 process.kill()
 
     def _answers(self) -> bool:
-        assert self._process.poll() is None, "RabbitMQ has ended"
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise TimeoutError(f"RabbitMQ has ended: {self._process.tail(5)}")
         try:
-            with Connection(self.url, connect_timeout=patient(20)) as connection:
+            with Connection(self.url, connect_timeout=CONNECT_S) as connection:
                 connection.connect()
                 return True
         except (OperationalError, OSError):
@@ -99,8 +115,7 @@ class OwnRabbitMQ:
 
 
 def _names_port(process: psutil.Process) -> str | None:
-    try:
-        port: str | None = process.environ().get("ERL_EPMD_PORT")
-    except psutil.Error:
-        return None
-    return port
+    with contextlib.suppress(psutil.Error):
+        found: str | None = process.environ().get("ERL_EPMD_PORT")
+        return found
+    return None
