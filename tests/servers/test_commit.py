@@ -325,10 +325,10 @@ def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
     broker = house.committer._brokers[house.store.shard]
     broker._store = house.store
-    assert house.committer._results is not None
-    for each in (house.committer._results, broker):
-        lossy: Any = each
-        lossy._scripts = LostAnswers(each.scripts, 2)
+    for lossy in (house.committer._results, broker):
+        assert lossy is not None
+        scripts: Any = LostAnswers(lossy.scripts, 2)
+        lossy._scripts = scripts
     none: dict[str, JobCommit] = {"t2": ("2", 0.0, None)}
     statuses = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), context=none)
     assert statuses == [COMMITTED, COMMITTED, FENCED]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from batchery.protocol.figures import LeaseFigures, report
+from batchery_worker.device.redis_source import Listeners
 from batchery_worker.device.stock_consumer import MessageChannel
 from batchery_worker.ipc.messages import HISTORY, Fate, Handed, Reply, Settled
 
@@ -37,6 +38,7 @@ class HandedSource:
     """The jobs that were handed over to one device; it stands where `RedisSource` stands."""
 
     lease_store = None
+    stores: Sequence[Any] = ()
     is_connected = True
     may_have_more = False
     names: Sequence[str] = ()
@@ -50,6 +52,8 @@ class HandedSource:
             tell: Sends a message to the worker; from any thread.
             deliver: Takes in a message, as kombu reads it from a queue.
         """
+        #: Nobody is told anything: there are no leases.
+        self.listeners = Listeners()
         self._tell = tell
         self._deliver = deliver
         self._handed: deque[Handed] = deque()
