@@ -196,18 +196,14 @@ class RedisCluster:
         self._bus_ports.append(find_lasting_port())
         made = self._stack.enter_context(self._make_node(len(self.nodes)))
         self.nodes.append(made)
-        wait_for(self._have_met, "all nodes know the new one")
+        self._meet(made)
+        wait_for(self._all_know_all, "all nodes know the new one")
         self.wait_ready()
         return made
 
-    def _have_met(self) -> bool:
-        """Has all nodes meet; one forgets another that took too long, on a busy machine."""
+    def _meet(self, node: Node) -> None:
         address = ("127.0.0.1", self.nodes[0].port, self._bus_ports[0])
-        for node in self.nodes[1:]:
-            self.ask(node, "CLUSTER MEET", *address)
-        with suppress(TimeoutError):
-            return wait_for(self._all_know_all, "all nodes know each other", MEET_S)
-        return False
+        self.ask(node, "CLUSTER MEET", *address)
 
     def _join(self) -> None:
         primaries, replicas = self.nodes[: self._primaries], self.nodes[self._primaries :]
@@ -219,10 +215,18 @@ class RedisCluster:
             self.ask(node, "CLUSTER ADDSLOTSRANGE", cuts[number], cuts[number + 1] - 1)
             # So that no two have the same epoch, which would have to be settled first.
             self.ask(node, "CLUSTER SET-CONFIG-EPOCH", number + 1)
-        wait_for(self._have_met, "all nodes know each other")
+        wait_for(self._meet_all, "all nodes know each other")
         for number, node in enumerate(replicas):
             self.ask(node, "CLUSTER REPLICATE", self.id_of(primaries[number % self._primaries]))
         self.wait_ready()
+
+    def _meet_all(self) -> bool:
+        """Has all nodes meet; a node forgets one that took too long to answer on a busy machine."""
+        for node in self.nodes[1:]:
+            self._meet(node)
+        with suppress(TimeoutError):
+            return wait_for(self._all_know_all, "all nodes know each other", MEET_S)
+        return False
 
     def _all_know_all(self) -> bool:
         known = [self.info(node)["cluster_known_nodes"] for node in self.nodes]
@@ -354,15 +358,15 @@ def find_lasting_port() -> int:
             return port
 
 
-def wait_for(condition: Callable[[], T | None], what: str, limit_s: float = STEP_S) -> T:
+def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float = STEP_S) -> T:
     """Waits until a condition is true; returns its value.
 
     Raises:
         TimeoutError: It was not true in time.
     """
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > end_s:
-            raise TimeoutError(f"not within {limit_s:g} s: {what}")
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(LOOK_S)
     return value
