@@ -166,9 +166,10 @@ def test_purge_deletes_what_waits(app: Any, on_cluster: str) -> None:
     assert count(app) == {}
 
 
-@pytest.fixture(scope="module")
-def worker(cluster: OwnCluster, redis_url: str, start_module_worker: StartWorker) -> Worker:
-    return start_module_worker("apps.shop", env={"BATCHERY_REDIS_URL": cluster.url})
+@pytest.fixture
+def worker(cluster: OwnCluster, start_worker: StartWorker) -> Worker:
+    """One that ends with its test: others look at what waits."""
+    return start_worker("apps.shop", env={"BATCHERY_REDIS_URL": cluster.url})
 
 
 @pytest.mark.usefixtures("worker")
