@@ -41,7 +41,7 @@ class ShardedSource:
         self._workload: Workload | None = None
         self.names: list[str] = []
         self.select_queues(names)
-        #: That of the last answer.
+        #: The one whose messages are handed over.
         self._current = next(iter(self._sources.values()))
 
     def select_queues(self, names: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ class ShardedSource:
 
     @property
     def lease_store(self) -> LeaseStore | None:
-        """The leases with the shard whose answer was read last."""
+        """The leases with the shard whose messages are handed over."""
         return self._current.lease_store
 
     def prepare_anew(self) -> None:
@@ -124,9 +124,14 @@ class ShardedSource:
     def ask(self) -> bool:
         """Sends the question which messages there are to all shards; False if to none."""
         if not self._asked:
-            self._round = [each for each in self._sources.values() if each.ask()]
+            self._round = list(filter(self._ask, self._sources.values()))
             self._asked = [*self._round]
         return bool(self._asked)
+
+    def _ask(self, source: RedisSource) -> bool:
+        # After a lost connection it first hands over what it has leases of.
+        self._current = source
+        return source.ask()
 
     def read(self) -> Any:
         """Reads the next answer; empty if there is nothing."""
