@@ -191,7 +191,8 @@ def test_the_gateway_answers_now_and_later(gateway: GatewayProcess) -> None:
 
 @pytest.fixture(scope="module")
 def streaming(start_module_worker: StartWorker, environment: dict[str, str]) -> Worker:
-    return start_module_worker("apps.streaming", "-c", "1", env=environment)
+    # The other worker's ordinary tasks are not for it.
+    return start_module_worker("apps.streaming", "-c", "1", "-X", "celery", env=environment)
 
 
 @pytest.mark.usefixtures("streaming")

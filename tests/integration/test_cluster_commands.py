@@ -12,7 +12,7 @@ from celery import Celery, uuid
 
 from batchery import AsyncClient, BatchTask, Client, NoResult, QueueFull, SettingsError, install
 from batchery.cli.app import check_broker, check_redis
-from batchery.cli.survey import survey
+from batchery.cli.survey import registered_workers, survey
 from batchery.errors import BrokerRefused, RedisUnavailable
 from batchery.installation import use_redis
 from batchery.shards import shard_of
@@ -167,9 +167,16 @@ def test_purge_deletes_what_waits(app: Any, on_cluster: str) -> None:
 
 
 @pytest.fixture
-def worker(cluster: OwnCluster, start_worker: StartWorker) -> Worker:
-    """One that ends with its test: others look at what waits."""
-    return start_worker("apps.shop", env={"BATCHERY_REDIS_URL": cluster.url})
+def worker(app: Any, cluster: OwnCluster, start_worker: StartWorker) -> Worker:
+    """The only one that lives, which ends with its test: others look at what waits."""
+    made = start_worker("apps.shop", env={"BATCHERY_REDIS_URL": cluster.url})
+
+    def is_alone() -> bool:
+        known = registered_workers(app).values()
+        return {each.name for each in known if not each.is_dead} == {made.name}
+
+    wait_for(is_alone, "workers of tests before count as dead")
+    return made
 
 
 @pytest.mark.usefixtures("worker")
