@@ -15,11 +15,12 @@ from celery import Celery
 from hypothesis import HealthCheck, settings
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server
+from benchmarks.redis_cluster import is_new
 from support.gateway import GatewayProcess
 from support.harness import STARTUP, Worker, kill_all, open_redis
 from support.lessee import Lessee, StartLessee
 from support.own_cluster import OwnCluster
-from support.own_redis import OwnRedis, choose_server, makes_clusters, redis_servers, server_name
+from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnCluster]:
     """A Redis Cluster for this test session; who kills a node starts it again."""
-    server = next(filter(makes_clusters, redis_servers()), None)
+    server = next(filter(is_new, redis_servers()), None)
     if server is None:
         pytest.skip(f"{find_redis_server()} has no CLUSTER ADDSLOTSRANGE")
     with OwnCluster(tmp_path_factory.mktemp("cluster") / "nodes", binary=server) as made:

@@ -17,11 +17,12 @@ import pytest
 import yaml
 
 from batchery.broker_url import read_cluster_url
+from benchmarks.redis_cluster import is_new
 from support.deployed import check_environment
 from support.docs_commands import check, check_install
 from support.harness import TESTS
 from support.own_cluster import OwnCluster
-from support.own_redis import makes_clusters, redis_servers
+from support.own_redis import redis_servers
 
 ROOT = TESTS.parent
 DEPLOY = ROOT / "deploy"
@@ -96,7 +97,7 @@ def test_all_of_ours_know_the_cluster_whose_nodes_keep_their_addresses() -> None
 
 
 def test_six_nodes_start_with_the_settings_of_a_cluster(tmp_path: Path) -> None:
-    server = next(filter(makes_clusters, redis_servers()), None)
+    server = next(filter(is_new, redis_servers()), None)
     if server is None:
         pytest.skip("no Redis 7 or newer is installed here")
     lines = [

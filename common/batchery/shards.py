@@ -70,8 +70,11 @@ def list_shards(app: Celery) -> Sequence[Shard]:
 
 def shard_of(app: Celery, queue: str) -> Shard:
     """The shard with the jobs of a queue, or of a list beside it."""
-    shards = list_shards(app)
-    return shards[find_shard(find_own(queue))] if len(shards) > 1 else shards[0]
+    url = get_redis_url(app)
+    if url is None:
+        return Shard()
+    number = find_shard(find_own(queue)) if is_cluster(url) else 0
+    return Shard(url, number, is_apart=True)
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from apps import shop
+from benchmarks.redis_cluster import find_lasting_port
 from conftest import StartWorker
 from support.commands import start
 from support.harness import Worker, kill_all, wait_for
-from support.own_redis import find_lasting_port
 from support.patience import patient
 
 JOBS = 300

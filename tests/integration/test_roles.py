@@ -19,11 +19,12 @@ from redis.exceptions import NoPermissionError, RedisError
 from batchery.cli.acl import ROLES
 from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import find_redis_server
+from benchmarks.redis_cluster import find_lasting_port
 from support.commands import run, run_code
 from support.gateway import GatewayProcess
 from support.harness import PYTHONPATH, Worker, kill_all, open_redis, wait_for
 from support.metrics_port import Exporter
-from support.own_redis import OwnRedis, find_lasting_port
+from support.own_redis import OwnRedis
 from support.patience import TIMEOUT_S, patient
 from support.redis_places import make_certificate
 

@@ -13,10 +13,11 @@ from celery import Celery
 
 from apps import shop
 from batchery.gateway_settings import JOBS_QUEUE
+from benchmarks.redis_cluster import find_lasting_port
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.metrics_port import Samples, ask_port, read_samples, scrape
-from support.own_redis import OwnRedis, find_lasting_port
+from support.own_redis import OwnRedis
 from support.patience import TIMEOUT_S, patient
 
 

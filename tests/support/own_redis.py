@@ -4,10 +4,8 @@ import contextlib
 import gc
 import importlib.util
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import warnings
@@ -19,6 +17,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from batchery_worker.devstack.redis_server import find_redis_server
+from benchmarks.redis_cluster import find_lasting_port
 from support.harness import wait_for
 
 #: Names the one server of a test run: a path, a key of `PACKAGED`, or `FIRST`. Without it,
@@ -49,12 +48,6 @@ def redis_servers() -> list[Path]:
     return list({path.resolve(): path for path in found}.values())
 
 
-def makes_clusters(path: Path) -> bool:
-    """Whether a server has what a cluster of tests needs: since Redis 7."""
-    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    return int(told.partition(" v=")[2].partition(".")[0]) >= 7
-
-
 def server_name(path: Path) -> str:
     """Name of a server in the ids of tests."""
     return next((package for package in PACKAGED if package in path.parts), path.name)
@@ -78,19 +71,6 @@ def choose_server() -> None:
     link.symlink_to(servers[0])
     link.replace(folder / "redis-server")
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
-def find_lasting_port() -> int:
-    """A free port for a server that ends and comes back to it.
-
-    Linux gives no port below 32,768 to whoever asks for any. So nobody takes it meanwhile.
-    """
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            # Random numbers that no seed of the tests makes the same in all of their processes.
-            port = 20_000 + secrets.randbelow(12_000)
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class OwnRedis:

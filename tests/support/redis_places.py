@@ -15,8 +15,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
+from benchmarks.redis_cluster import find_lasting_port
 from support.harness import wait_for
-from support.own_redis import find_lasting_port, redis_servers
+from support.own_redis import redis_servers
 from support.patience import patient
 
 #: How a Sentinel calls the Redis that it watches.

@@ -30,55 +30,36 @@ MAX_FORWARD_PAUSE_S = 2.0
 
 def forward_to_devices(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
     """Celery's strategy of a batch task whose jobs come to the worker's own consumer."""
-    consumed = set(app.amqp.queues.consume_from)
-
-    def find_queue(came_by: Any) -> Any:
-        return came_by if came_by in consumed else app.conf.task_default_queue
-
-    return _make_handle(find_queue)
+    return _make_handle(_make_find_queue(app), _move_beside)
 
 
 def forward_to_own(task: Any, *_: Any, **__: Any) -> Callable[..., None]:
     """The same of a task that not every device serves: its list is beside no queue."""
-    return _make_handle(lambda _: task.name)
-
-
-def _make_handle(find_queue: Callable[[Any], Any]) -> Callable[..., None]:
-    def handle(
-        message: Any,
-        body: Any,  # noqa: ARG001 - as Celery calls it
-        ack: Callable[..., Any],
-        reject: Callable[..., Any],  # noqa: ARG001
-        callbacks: Any,
-        **_: Any,
-    ) -> None:
-        channel = message.channel
-        beside = find_queue(message.delivery_info.get("routing_key")) + BATCHES
-        priority = channel._get_message_priority({"properties": message.properties})
-        scripts = transport_scripts(redis.Redis(connection_pool=channel.pool))
-        prefix = channel.global_keyprefix
-        keys = [
-            f"{prefix}{channel.unacked_key}",
-            f"{prefix}{channel.unacked_index_key}",
-            f"{prefix}{channel._q_for_pri(beside, priority)}",
-        ]
-        scripts.run("forward_unacked", keys, message.delivery_tag, _spell(channel, message))
-        # Kombu's own count of messages that are not settled goes down.
-        ack(logger, ())
-        for callback in callbacks:
-            callback(message)
-
-    return handle
+    return _make_handle(lambda _: task.name, _move_beside)
 
 
 def publish(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
-    """Celery's strategy of a batch task where the devices' Redis is not the worker's broker.
+    """The same where the devices' Redis is not the worker's broker.
 
     A message is put into its queue there, and then acknowledged. One whose acknowledgement is lost
     comes again, and is put there once.
     """
-    consumed = set(app.amqp.queues.consume_from)
 
+    def put(sent: Forwarded) -> None:
+        get_forwarder(app, shard_of(app, sent.queue)).put(sent)
+
+    return _make_handle(_make_find_queue(app), put)
+
+
+def _make_find_queue(app: Any) -> Callable[[Any], str]:
+    """Makes what finds the queue of a message by what it came by."""
+    consumed = set(app.amqp.queues.consume_from)
+    return lambda came_by: came_by if came_by in consumed else app.conf.task_default_queue
+
+
+def _make_handle(
+    find_queue: Callable[[Any], str], send: Callable[["Forwarded"], None]
+) -> Callable[..., None]:
     def handle(
         message: Any,
         body: Any,  # noqa: ARG001 - as Celery calls it
@@ -87,14 +68,28 @@ def publish(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., Non
         callbacks: Any,
         **_: Any,
     ) -> None:
-        came_by = message.delivery_info.get("routing_key")
-        queue = came_by if came_by in consumed else app.conf.task_default_queue
-        forwarder = get_forwarder(app, shard_of(app, queue))
-        forwarder.put(Forwarded(queue, message, partial(ack, logger, ())))
+        queue = find_queue(message.delivery_info.get("routing_key"))
+        send(Forwarded(queue, message, partial(ack, logger, ())))
         for callback in callbacks:
             callback(message)
 
     return handle
+
+
+def _move_beside(sent: "Forwarded") -> None:
+    """Moves a message into the list beside its queue, in one step."""
+    message, channel = sent.message, sent.message.channel
+    priority = channel._get_message_priority({"properties": message.properties})
+    scripts = transport_scripts(redis.Redis(connection_pool=channel.pool))
+    prefix = channel.global_keyprefix
+    keys = [
+        f"{prefix}{channel.unacked_key}",
+        f"{prefix}{channel.unacked_index_key}",
+        f"{prefix}{channel._q_for_pri(sent.queue + BATCHES, priority)}",
+    ]
+    scripts.run("forward_unacked", keys, message.delivery_tag, _spell(channel, message))
+    # Kombu's own count of messages that are not settled goes down.
+    sent.ack()
 
 
 class Forwarded(NamedTuple):
@@ -130,9 +125,10 @@ class Forwarder:
         while True:
             try:
                 with open_channel(self._app, self._shard) as channel:
+                    client = redis.Redis(connection_pool=channel.pool)
                     while True:
                         sent = sent or self._waiting.get()
-                        self._publish(channel, sent)
+                        self._publish(channel, client, sent)
                         sent, failures = None, 0
             except (redis.RedisError, OSError) as error:
                 failures += 1
@@ -142,7 +138,7 @@ class Forwarder:
                 sent = None
                 logger.exception("a message cannot be forwarded, and stays with the broker")
 
-    def _publish(self, channel: Any, sent: Forwarded) -> None:
+    def _publish(self, channel: Any, client: "redis.Redis", sent: Forwarded) -> None:
         message = sent.message
         headers, properties = message.headers, message.properties
         priority = channel._get_message_priority({"properties": properties}, reverse=False)
@@ -151,7 +147,6 @@ class Forwarder:
             name = find_tenant_list(name, channel.sep, tenant)
         keys = Keys(channel.global_keyprefix)
         seen, attempt = keys.dedupe_keys(str(headers["id"])), f"forwarded {headers.get('retries')}"
-        client = redis.Redis(connection_pool=channel.pool)
         if not message.delivery_info.get("redelivered"):
             # The same job may be sent again on purpose.
             client.srem(seen, attempt)

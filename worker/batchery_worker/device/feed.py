@@ -221,18 +221,17 @@ class Feed:
         else:
             levels = sorted(each.level for each in settings.classes.values())
 
-            def make_source(names: Sequence[str], places: Any = None) -> RedisSource:
+            def make_source(names: Sequence[str], *options: Any) -> RedisSource:
                 return RedisSource(
                     *(app, names, levels, jobs.hostname),
-                    *(self._deliver, self._find_running, places),
+                    *(self._deliver, self._find_running, *options),
                 )
 
-            is_sharded = len(list_shards(app)) > 1
-            self.source = (
-                ShardedSource(app, make_source, list(jobs.sizes))
-                if is_sharded
-                else make_source(list(jobs.sizes))
-            )
+            names = list(jobs.sizes)
+            if len(list_shards(app)) > 1:
+                self.source = ShardedSource(app, make_source, names)
+            else:
+                self.source = make_source(names)
             self.source.listeners.on_joined = self._on_joined
             self.source.listeners.on_left = self._on_left
         self._serve(jobs)

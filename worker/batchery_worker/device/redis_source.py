@@ -131,6 +131,7 @@ class RedisSource:
         deliver: Callable[[Any], None],
         find_running: Callable[[LeaseStore], Collection[str]],
         places: Mapping[int, Shard] | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         """Does not connect yet.
 
@@ -142,6 +143,7 @@ class RedisSource:
             deliver: Takes in a message, as kombu reads it from a queue.
             find_running: Tokens of the leases whose jobs have begun here; from any thread.
             places: By number, where the queues are: one at a time. By default the app's brokers.
+            alarm: One that several sources of a device share.
         """
         self._app = app
         self._deliver = deliver
@@ -154,8 +156,8 @@ class RedisSource:
         #: A channel of kombu's, closed: it knows how lists are named.
         self._channel: Any = None
         self.workload: Workload | None = None
-        #: Several sources of a device may share both.
-        self.alarm = Alarm()
+        self._alarm = alarm or Alarm()
+        #: Several sources of a device may share them.
         self.listeners = Listeners()
         self._is_stale = True
         #: Whether a question was sent whose answer was not read.
@@ -530,7 +532,7 @@ class RedisSource:
             timeout_s: The time, in seconds; None for a second.
             is_due: Whether there is something to do that nobody is woken for any more.
         """
-        found = self.alarm.wait(self.watched, self.limit_wait_s(timeout_s), is_due)
+        found = self._alarm.wait(self.watched, self.limit_wait_s(timeout_s), is_due)
         self.read_pushes(found)
 
     @property
@@ -558,4 +560,4 @@ class RedisSource:
 
     def wake(self) -> None:
         """Ends a wait; from any thread."""
-        self.alarm.wake()
+        self._alarm.wake()

@@ -7,12 +7,11 @@ from typing import Any
 from celery import Celery
 
 from batchery.protocol.figures import LeaseFigures, report
-from batchery.shards import shard_of
+from batchery.shards import Shard, shard_of
 from batchery.transport.lease_store import LeaseStore
-from batchery_worker.brokers import list_places
 from batchery_worker.device.fetcher import Part, Workload
 from batchery_worker.device.inbox import Taken
-from batchery_worker.device.redis_source import Listeners, RedisSource
+from batchery_worker.device.redis_source import Alarm, Listeners, RedisSource
 from batchery_worker.device.stock_consumer import LeaseChannel
 
 
@@ -27,14 +26,15 @@ class ShardedSource:
 
         Args:
             app: The app.
-            make: Makes the source of some queues; takes their names, and their places by number.
+            make: Makes the source of some queues; takes their names, their places by number, and
+                the alarm of all sources.
             names: Names of all queues.
         """
         self._app = app
         self._make = make
         self.listeners = Listeners()
-        #: By number of the shard.
-        self._sources: dict[int, RedisSource] = {}
+        self._alarm = Alarm()
+        self._sources: dict[Shard, RedisSource] = {}
         #: Those that were asked and whose answer was not read, and all that were asked with them.
         self._asked: list[RedisSource] = []
         self._round: list[RedisSource] = []
@@ -47,18 +47,16 @@ class ShardedSource:
     def select_queues(self, names: Sequence[str]) -> None:
         """Takes from other queues from now on."""
         self.names = list(names)
-        shards = list_places(self._app)
-        by_shard: dict[int, list[str]] = {number: [] for number in self._sources}
+        by_shard: dict[Shard, list[str]] = {shard: [] for shard in self._sources}
         for name in names:
-            by_shard.setdefault(shard_of(self._app, name).number, []).append(name)
-        for number, own in by_shard.items():
-            if number in self._sources:
-                self._sources[number].select_queues(own)
+            by_shard.setdefault(shard_of(self._app, name), []).append(name)
+        for shard, own in by_shard.items():
+            if shard in self._sources:
+                self._sources[shard].select_queues(own)
             else:
-                self._sources[number] = made = self._make(own, {number: shards[number]})
+                made = self._make(own, {shard.number: shard}, self._alarm)
                 made.listeners, made.workload = self.listeners, self._workload
-                # Whoever waits, waits for all of them.
-                made.alarm = next(iter(self._sources.values())).alarm
+                self._sources[shard] = made
 
     @property
     def workload(self) -> Workload | None:
@@ -211,10 +209,10 @@ class ShardedSource:
         sources = [*self._sources.values()]
         limit_s = min(each.limit_wait_s(timeout_s) for each in sources)
         watched = [connection for each in sources for connection in each.watched]
-        found = sources[0].alarm.wait(watched, limit_s, is_due)
+        found = self._alarm.wait(watched, limit_s, is_due)
         for each in sources:
             each.read_pushes(found)
 
     def wake(self) -> None:
         """Ends a wait; from any thread."""
-        next(iter(self._sources.values())).wake()
+        self._alarm.wake()
