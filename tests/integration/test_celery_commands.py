@@ -123,4 +123,5 @@ def test_celery_multi_starts_and_stops_detached_workers(redis_url: str, tmp_path
         assert more.echo.delay("both").get(timeout=TIMEOUT_S) == "both"
     finally:
         multi("stopwait", *nodes)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    # A node takes its pid file away, which `stopwait` waits for, just before it ends.
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "both nodes' ends")
