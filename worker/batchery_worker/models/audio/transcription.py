@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 #: What hears speech.
 Speech = Whisper | Ctc
 
-#: How long a step may take, in seconds; jobs join, leave and end between two. After one that took
-#: longer the next one has fewer windows, and after one that took less than half of it has more.
+#: How long a step may take, in seconds; jobs join, leave and end between two. The next one has as
+#: many windows as would have fit into it, by how long the last one took, and at most twice as many.
 MAX_STEP_S = 4.0
 
 #: By how much more must have been heard before it is put together again, for those who read along:
@@ -224,10 +224,11 @@ class TranscriptionModel(MediaItems, StepModel):
 
     def _resize(self, windows: int, took_s: float) -> None:
         """Changes the room of steps by how long one took."""
+        fit = int(windows * MAX_STEP_S / took_s)
         if took_s > MAX_STEP_S:
-            self._room = max(1, windows // 2)
-        elif took_s < MAX_STEP_S / 2 and windows == self._room:
-            self._room = min(2 * self._room, self.slots)
+            self._room = max(1, fit)
+        else:
+            self._room = min(max(fit, self._room), 2 * self._room, self.slots)
 
     def _shrink(self, jobs: Sequence[SpeechJob], failure: ItemError) -> list[Advance]:
         """Has fewer windows in a step; a job whose window fails alone, fails."""
