@@ -215,7 +215,7 @@ class Cluster:
         else:
             # Half of them with all processes, as when a whole machine is paused.
             victim.stop(with_others=event.pick < 0.5)
-        self.losses.append(Loss(victim.pid, at_s, event.action, others))
+        self.losses.append(Loss(victim.name, at_s, event.action, others))
         return victim.name
 
     def _do(self, action: Action, pick: float = 0.0) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A worker's main process has received a message."""
+    """A worker, or a device of it, has received a message."""
 
-    pid: int
+    #: Name of the worker.
+    worker: str
     #: On the clock that all processes of a machine share, as all times here.
     at_s: float
     task_id: str
@@ -38,9 +39,9 @@ class Book:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def received(self, task_id: str, tag: str) -> None:
+    def received(self, worker: str, task_id: str, tag: str) -> None:
         """Notes that a message has arrived."""
-        self._append("received", f"{time.monotonic():.6f} {task_id} {tag}\n")
+        self._append("received", f"{time.monotonic():.6f} {worker} {task_id} {tag}\n")
 
     def executed(self, items: Iterable[Mapping[str, int]]) -> None:
         """Notes that a task begins with these items."""
@@ -56,8 +57,8 @@ class Book:
 def receipts(folder: Path) -> list[Receipt]:
     """All receipts in a folder, by time."""
     found = [
-        Receipt(pid, float(at), task_id, tag)
-        for pid, (at, task_id, tag) in _lines(folder, "received")
+        Receipt(worker, float(at), task_id, tag)
+        for _, (at, worker, task_id, tag) in _lines(folder, "received")
     ]
     return sorted(found, key=lambda each: each.at_s)
 

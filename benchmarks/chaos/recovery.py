@@ -12,7 +12,8 @@ from benchmarks.chaos.ledger import Receipt
 class Loss:
     """A worker was killed or stopped."""
 
-    pid: int
+    #: Its name.
+    worker: str
     at_s: float
     how: str
     #: Workers that consumed then, besides it: without one, its jobs must wait for a new worker.
@@ -46,15 +47,15 @@ def recoveries(
         faults_s: When workers, Redis or the network were disturbed; the losses are among them.
     """
     by_task: dict[str, list[Receipt]] = defaultdict(list)
-    by_worker: dict[int, set[str]] = defaultdict(set)
+    by_worker: dict[str, set[str]] = defaultdict(set)
     for receipt in receipts:
         by_task[receipt.task_id].append(receipt)
-        by_worker[receipt.pid].add(receipt.task_id)
+        by_worker[receipt.worker].add(receipt.task_id)
     found = []
     for loss in losses:
         ends_s = [
             end_s
-            for task_id in by_worker[loss.pid]
+            for task_id in by_worker[loss.worker]
             if (end_s := _handed_on_s(loss, by_task[task_id], answers.get(task_id))) is not None
         ]
         if ends_s:
@@ -69,7 +70,7 @@ def recoveries(
 def _handed_on_s(loss: Loss, history: Sequence[Receipt], answer: Answer | None) -> float | None:
     """When a task that the lost worker had was somewhere else; None if it had not or never was."""
     before = [receipt for receipt in history if receipt.at_s <= loss.at_s]
-    if not before or before[-1].pid != loss.pid:
+    if not before or before[-1].worker != loss.worker:
         return None
     ends_s = [receipt.at_s for receipt in history if receipt.at_s > loss.at_s][:1]
     if answer is not None:

@@ -81,7 +81,7 @@ def make_app(
     def receive(request: Any, **_: Any) -> None:
         # Batchery's transport gives a message another tag each time that it leases it.
         tag = request.message.properties.get("publish_tag") or request.message.delivery_tag
-        book.received(request.id, tag)
+        book.received(request.hostname.partition("@")[0], request.id, tag)
 
     signals.task_received.connect(receive, weak=False)
     return app
