@@ -5,6 +5,7 @@ Celery's broker is an ordinary Redis; batch jobs and results are on the cluster.
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from support.patience import TIMEOUT_S, patient
 #: Batch tasks of `apps.shop` that are sent here; an app that sends one by `delay` must have it.
 BATCH_TASKS = ("shout", "until", "moody", "third_time", "increment", "total", "bound")
 
+#: What all keys of a shard begin with.
+SHARD = re.compile(r"\{b\d+\}")
+
 
 def unused(item: Any) -> Any:
     """Stands for a function that workers have."""
@@ -40,6 +44,29 @@ def environment(redis_url: str, cluster: OwnCluster) -> dict[str, str]:
         "CELERY_RESULT_BACKEND": cluster.url,
         "BATCHERY_REDIS_URL": cluster.url,
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts_in_one_shard(cluster: OwnCluster) -> Iterator[None]:
+    """Checks that no script of these tests has touched the keys of another shard.
+
+    Redis would refuse that only if a node lacks them.
+    """
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(open_redis(node.url)) for node in cluster.nodes[:3]]
+        monitors = [stack.enter_context(client.monitor()) for client in clients]
+        yield
+        for client, monitor in zip(clients, monitors, strict=True):
+            end = uuid()
+            client.echo(end)
+            declared: set[str] = set()
+            while end not in (seen := monitor.next_command())["command"]:
+                touched = set(SHARD.findall(seen["command"]))
+                if seen["client_type"] != "lua":
+                    declared = touched
+                elif seen["command"].lower() != "time":
+                    assert touched == declared, seen
+                    assert len(declared) == 1, seen
 
 
 @pytest.fixture(scope="module")
