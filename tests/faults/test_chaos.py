@@ -84,6 +84,8 @@ def test_nothing_is_lost_doubled_wrong_or_stuck_whatever_is_killed(tmp_path: Pat
     # between, the next one sends it again.
     found = (verdict.lost, verdict.stuck, verdict.wrong, verdict.doubled)
     assert found == (0, 0, 0, 0), verdict.text
+    # It has followed the jobs of those that were killed or stopped.
+    assert verdict.recoveries
     # Docs have a bound for each family of keys.
     assert verdict.unknown_keys == []
     seen = {name.partition(":")[0] for each in verdict.samples for name in each.figures}
