@@ -27,7 +27,6 @@ class Receipt:
 class Execution:
     """A task was given an item."""
 
-    pid: int
     at_s: float
     job: int
     value: int
@@ -58,7 +57,7 @@ def receipts(folder: Path) -> list[Receipt]:
     """All receipts in a folder, by time."""
     found = [
         Receipt(worker, float(at), task_id, tag)
-        for _, (at, worker, task_id, tag) in _lines(folder, "received")
+        for at, worker, task_id, tag in _lines(folder, "received")
     ]
     return sorted(found, key=lambda each: each.at_s)
 
@@ -66,14 +65,12 @@ def receipts(folder: Path) -> list[Receipt]:
 def executions(folder: Path) -> list[Execution]:
     """All executions in a folder, by time."""
     found = [
-        Execution(pid, float(at), int(job), int(value))
-        for pid, (at, job, value) in _lines(folder, "executed")
+        Execution(float(at), int(job), int(value)) for at, job, value in _lines(folder, "executed")
     ]
     return sorted(found, key=lambda each: each.at_s)
 
 
-def _lines(folder: Path, kind: str) -> Iterable[tuple[int, list[str]]]:
+def _lines(folder: Path, kind: str) -> Iterable[list[str]]:
     for path in folder.glob(f"{kind}-*"):
-        pid = int(path.name.partition("-")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
-            yield pid, line.split()
+            yield line.split()

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 #: What hears speech.
 Speech = Whisper | Ctc
 
-#: How long a step may take, in seconds; jobs join, leave and end between two. The next one has as
-#: many windows as would have fit into it, by how long the last one took, and at most twice as many.
+#: How long a step may take, in seconds; jobs join, leave and end between two. By how long one took,
+#: the next one has room for as many windows as fit: fewer if it took too long, else up to twice.
 MAX_STEP_S = 4.0
 
 #: By how much more must have been heard before it is put together again, for those who read along:
